@@ -1,0 +1,112 @@
+"""The board boundary: one place per run for small facts, each with exactly one writer.
+
+| fact | writer | readers |
+|---|---|---|
+| `TrainerFacts` (update, version, consumed, epoch, state) | trainer | ingest (admission), weights, supervisor |
+| `VersionRecord` by name, announced *before* any engine loads it | trainer | ingest (known versions), trainer (lag), weights |
+| `EngineFacts` by engine id | weights | rollout (which engines are in rotation), supervisor |
+| `Preference` by version, current version | reward | reward, trainer |
+
+Trainer writes carry its epoch and are refused (FencedError) when a newer one exists.
+tests/contract/test_board.py runs on every implementation.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from sao.preference import Preference, PreferenceDocument
+
+
+class _Fact(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TrainerState(Enum):
+    STARTING = "starting"
+    TRAINING = "training"
+    FINISHED = "finished"
+
+
+class TrainerFacts(_Fact):
+    epoch: Annotated[int, Field(ge=1)]
+    update: Annotated[int, Field(ge=0)]
+    """Policy updates made."""
+    version: str
+    """Newest published weight version; empty before the first."""
+    consumed: Annotated[int, Field(ge=0)]
+    """Trajectories trained on."""
+    state: TrainerState
+
+
+class VersionRecord(_Fact):
+    name: str
+    update: Annotated[int, Field(ge=0)]
+    parent: str | None
+    epoch: int
+
+
+class EngineState(Enum):
+    STARTING = "starting"
+    """Not verified yet."""
+    SERVING = "serving"
+    QUIESCING = "quiescing"
+    QUIESCED = "quiesced"
+    LOADING = "loading"
+    VERIFYING = "verifying"
+    QUARANTINED = "quarantined"
+    """A round failed on it; it serves nobody until a later round verifies it."""
+
+
+class EngineFacts(_Fact):
+    engine_id: str
+    url: str
+    state: EngineState
+    version: str
+    """The version it serves, or is being brought to; empty before the first."""
+    verified: list[str] = []
+    """Versions whose canary this engine has passed, newest last, the last 16."""
+    error: str = ""
+    since_s: float
+    """Unix seconds of the last change of state."""
+
+    @property
+    def in_rotation(self) -> bool:
+        """Whether rollout workers may start turns on it."""
+        return self.state is EngineState.SERVING
+
+
+class PreferenceConflictError(Exception):
+    """The preference changed since the version the writer had read."""
+
+
+class Board(Protocol):
+    async def new_trainer_epoch(self) -> int:
+        """Claim the next epoch; every older trainer is fenced from now on."""
+
+    async def write_trainer(self, facts: TrainerFacts) -> None: ...
+
+    async def trainer(self) -> TrainerFacts | None: ...
+
+    async def announce_version(self, record: VersionRecord) -> None:
+        """Make a version known; an existing name with another content is an error (ValueError)."""
+
+    async def versions(self) -> dict[str, VersionRecord]: ...
+
+    async def write_engine(self, facts: EngineFacts) -> None: ...
+
+    async def engines(self) -> dict[str, EngineFacts]: ...
+
+    async def put_preference(self, document: PreferenceDocument, *, if_version: int | None = None) -> Preference:
+        """Store as the next version and make it current, atomically.
+
+        With `if_version`, only when that is still the current one (0: none yet), else PreferenceConflictError.
+        """
+
+    async def preference(self, version: int | None = None) -> Preference | None:
+        """The current preference, or that of `version`."""
+
+    async def close(self) -> None: ...

@@ -1,0 +1,281 @@
+"""Every setting of a run, with its default, its unit and its source.
+
+[P] marks what the SAO paper (arXiv 2607.07508) states, [D] a default of ours where it is silent.
+Unknown keys are refused everywhere: a setting that is accepted and ignored costs somebody a run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from sao.preference import PreferenceDocument
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Section(BaseModel):
+    """A table of the run file; unknown keys are errors, values are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = "run"
+    """Names the run on the stream, the board and in every artefact."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    updates: Annotated[int, Field(ge=1)] | None = None
+    """Policy updates after which the run ends; none: until stopped."""
+    dir: Path = Path("runs/run")
+    """Holds everything the run writes: stream file, checkpoints, versions, archive, logs, report."""
+    cache_dir: Path = Path("~/.cache/sao")
+    """Warm starts are kept here, by the hash of what made them."""
+
+
+class RedisSection(Section):
+    url: str = "redis://127.0.0.1:6379/0"
+    embedded: bool = False
+    """`sao up` starts a Valkey of its own and fills in `url`."""
+    maxmemory_mb: Count = 512
+    back_pressure_at: Fraction = 0.8
+    """Share of maxmemory above which ingest answers RESOURCE_EXHAUSTED."""
+    appendfsync: Literal["everysec", "always"] = "everysec"
+    timeout_s: Positive = 5.0
+    """Longest wait for one command."""
+
+
+class ModelSection(Section):
+    path: Path | None = None
+    """Hugging Face checkpoint directory of the initial policy; none: the task's tiny warm start."""
+    hidden_size: Count = 64
+    layers: Count = 2
+    experts: Count = 8
+    experts_per_token: Count = 2
+    """The four above shape the tiny Qwen3-MoE and are ignored by nothing: with `path` they are refused."""
+
+    @model_validator(mode="after")
+    def _tiny_shape_only_without_path(self) -> ModelSection:
+        shape = {"hidden_size", "layers", "experts", "experts_per_token"} & self.model_fields_set
+        if self.path is not None and shape:
+            msg = f"{', '.join(sorted(shape))} shape the tiny model, but model.path names a checkpoint"
+            raise ValueError(msg)
+        return self
+
+
+class WarmStartSection(Section):
+    steps: Count = 700
+    batch: Count = 32
+    lr: Positive = 3e-3
+
+
+class TaskSection(Section):
+    name: str = "calculator"
+    """A task of sao.tasks, or `package.module:ClassName` of your own."""
+    prompts: Path | None = None
+    """JSONL file of prompts; none: the file that comes with the task."""
+
+
+class SamplingSection(Section):
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Anything but 1.0 for either is refused: the trainer's log-probs would be another distribution's."""
+
+    @model_validator(mode="after")
+    def _trainable(self) -> SamplingSection:
+        if self.top_p != 1.0 or self.temperature != 1.0:
+            msg = "training needs temperature 1.0 and top_p 1.0 (the importance ratio compares whole distributions)"
+            raise ValueError(msg)
+        return self
+
+
+class EngineSection(Section):
+    urls: list[str] = []
+    """Base URLs of the SGLang servers; `sao up` starts `count` of its own and fills this in."""
+    count: Count = 1
+    environment: Path = Path(".venv-engine")
+    """Virtual environment that holds SGLang, for `sao up`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    max_running_requests: Count = 32
+    max_total_tokens: Count = 8192
+    api_key: SecretStr | None = None
+    admin_key: SecretStr | None = None
+    start_timeout_s: Positive = 300.0
+
+
+class RolloutSection(Section):
+    worker_id: str = "worker-0"
+    concurrency: Count = 8
+    """Episodes in flight per worker."""
+    max_turns: Count = 4
+    max_new_tokens: Count = 24
+    """Per turn."""
+    max_tokens: Count = 96
+    """Prompt, actions and observations of one trajectory together."""
+    turn_timeout_s: Positive = 60.0
+    publish_attempts: Count = 8
+    spool_dir: Path | None = None
+    metrics_port: Port = 0
+
+
+class IngestSection(Section):
+    bind: str = "127.0.0.1"
+    port: Port = 0
+    target: str = ""
+    """host:port that workers dial; filled in by `sao up`."""
+    max_message_mb: Count = 32
+    max_tokens: Count = 131072
+    """Longest trajectory taken."""
+    logprob_tolerance: NonNegative = 1e-5
+    """A log-prob may exceed 0 by this much (rounding in the engine)."""
+    seen_horizon_h: Count = 24
+    lease_ttl_s: Positive = 30.0
+    episode_deadline_s: Positive = 300.0
+    metrics_port: Port = 0
+
+
+class RewardSection(Section):
+    bind: str = "127.0.0.1"
+    port: Port = 0
+    consumer: str = "reward-0"
+    """Name in the consumer group; stable across restarts, never a pid."""
+    batch: Count = 16
+    component_timeout_s: Positive = 10.0
+    claim_idle_s: Positive = 30.0
+    """A delivery unacknowledged for this long is taken over."""
+    max_deliveries: Count = 5
+
+
+class CriticSection(Section):
+    lr: Positive = 5e-6  # [P]
+    updates_per_policy_update: Count = 2  # [P] K
+    frozen: list[str] = [r"\.self_attn\.", r"\.mlp\.gate\.", r"norm", r"embed_tokens"]
+    """Regular expressions over parameter names: attention [P], router, norms, embeddings [D]."""
+    warmup_updates: Annotated[int, Field(ge=0)] = 10  # [D]
+    """Critic-only updates, with a linear learning-rate ramp, before the policy moves."""
+    explained_variance_window: Count = 64
+    """Trajectories over which explained variance is computed."""
+
+
+class TrainerSection(Section):
+    algorithm: Literal["sao"] = "sao"
+    trajectories_per_update: Count = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    ranks: Count = 1
+    """Data-parallel processes."""
+    lr: Positive | Literal["auto"] = 1e-6  # [P]
+    """`auto`: lr_per_trajectory x trajectories_per_update, at most lr_max."""
+    lr_per_trajectory: Positive = 1e-6
+    lr_max: Positive = 1e-6
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    weight_decay: NonNegative = 0.0
+    gradient_clip: Positive = 1.0
+    eps_low: Annotated[float, Field(gt=0, le=1)] = 0.3  # [P] math with tools
+    eps_high: Positive = 5.0  # [P]
+    gamma: Fraction = 1.0  # [P]
+    alpha: Positive = 1.5  # [P] length-adaptive lambda
+    lambda_critic: Fraction = 1.0  # [P]
+    loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"  # [D]
+    advantage_norm: Literal["none", "whiten"] = "none"  # [D]
+    kl_coef: NonNegative = 0.0  # [P] the paper uses none
+    """Weight of the k3 estimate of KL(policy || frozen initial policy)."""
+    entropy_coef: NonNegative = 0.0
+    stale_policy: Literal["mask_tokens", "drop"] = "mask_tokens"  # [D]
+    max_lag: Annotated[int, Field(ge=0)] = 4  # [D] tau, in updates
+    publish_every: Count = 1
+    """Updates between published versions."""
+    preference_policy: Literal["keep", "rescore", "drop"] = "rescore"
+    """What to do with an outcome scored under another preference than the update's."""
+    logprob_chunk: Count = 1024
+    """Positions whose full-vocabulary logits are held at a time."""
+    starvation_timeout_s: Positive = 600.0
+    """No trajectory for this long while the run is not over: /healthz fails."""
+    metrics_port: Port = 0
+
+    @property
+    def policy_lr(self) -> float:
+        """The learning rate in force."""
+        if self.lr == "auto":
+            return min(self.lr_max, self.lr_per_trajectory * self.trajectories_per_update)
+        return self.lr
+
+    @model_validator(mode="after")
+    def _publish_before_everything_is_stale(self) -> TrainerSection:
+        if self.publish_every > self.max_lag + 1:
+            msg = f"publish_every {self.publish_every} > max_lag + 1 ({self.max_lag + 1}): every token would be stale"
+            raise ValueError(msg)
+        return self
+
+
+class CheckpointSection(Section):
+    every_updates: Count = 25
+    keep_last: Count = 3
+    keep_every: Annotated[int, Field(ge=0)] = 25
+    """Checkpoints whose update is a multiple of this are kept for ever; 0: none."""
+    unacked_mb_max: Count = 64
+    """Checkpoint early when the unacknowledged payloads exceed this."""
+    starved_after_s: Positive = 5.0
+    """Checkpoint early when nothing has arrived for this long and work is unacknowledged."""
+    free_space_mb: Count = 256
+    """Refuse to write below this much free space."""
+
+
+class WeightsSection(Section):
+    bind: str = "127.0.0.1"
+    port: Port = 0
+    store_dir: Path | None = None
+    """Where versions live, on a file system the engines can read; none: <run.dir>/versions."""
+    keep_versions: Count = 4
+    step_timeout_s: Positive = 30.0
+    """Deadline of each step of a round."""
+    round_attempts: Count = 3
+    canary_tolerance: Positive = 1e-4
+    """Largest |log-prob difference| of the canary, fp32."""
+    poll_s: Positive = 0.05
+
+
+class AuthSection(Section):
+    token: SecretStr | None = None
+    """Bearer token of gRPC and REST; none: no authentication (loopback and tests)."""
+
+
+class RunConfig(Section):
+    """A whole run file."""
+
+    run: RunSection = RunSection()
+    redis: RedisSection = RedisSection()
+    model: ModelSection = ModelSection()
+    warm_start: WarmStartSection = WarmStartSection()
+    task: TaskSection = TaskSection()
+    sampling: SamplingSection = SamplingSection()
+    engine: EngineSection = EngineSection()
+    rollout: RolloutSection = RolloutSection()
+    ingest: IngestSection = IngestSection()
+    reward: RewardSection = RewardSection()
+    preference: PreferenceDocument | None = None
+    """The first preference; none: the task's own default."""
+    trainer: TrainerSection = TrainerSection()
+    critic: CriticSection = CriticSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    weights: WeightsSection = WeightsSection()
+    auth: AuthSection = AuthSection()
+
+    @property
+    def versions_dir(self) -> Path:
+        """Where weight versions are stored."""
+        return self.weights.store_dir or self.run.dir / "versions"
+
+    @property
+    def admission_limit(self) -> int:
+        """The most trajectories leased, or durable and not yet consumed (architecture.md, Leases)."""
+        fresh = (self.trainer.max_lag + 2 - self.trainer.publish_every) * self.trainer.trajectories_per_update
+        if self.trainer.stale_policy == "mask_tokens":
+            return max(fresh, self.rollout.concurrency)
+        return max(fresh, 1)

@@ -1,0 +1,1 @@
+"""Durable hand-over between services; base.py is the contract."""

@@ -1,0 +1,154 @@
+"""The stream boundary: durable, at-least-once hand-over of trajectories between services.
+
+Invariants every implementation keeps, and tests/contract/test_streams.py checks on all of them:
+
+- **Claim check.** A stream entry is a small `Entry`; the trajectory's bytes lie under a payload key of
+  their own until `settle`.
+- **Idempotent append.** `append` with an id seen within the horizon changes nothing.
+- **Nothing in two places.** A hand-over from one stream to the next is one atomic step that happens only
+  if this consumer still owns the delivery (the *fence*): a consumer that was stopped, lost its delivery
+  to `claim`, and woke up moves nothing.
+- **Nothing is lost.** An entry leaves a stream only by `move`, `settle` or `bury`. Nothing is trimmed by
+  length. A full store refuses (`StreamFullError`), it never evicts.
+- **Deliveries are counted.** `Delivery.attempt` rises with each delivery, also across restarts.
+- **Pending work is known.** `unconsumed()` counts what is durable and not yet marked consumed, which is what
+  admission needs.
+
+Every call may raise StreamUnavailableError; the caller retries with a limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class StreamName(Enum):
+    """The hand-overs of a run."""
+
+    TRAJECTORIES = "trajectories"
+    SCORED = "scored"
+
+
+class StreamError(Exception):
+    """Base of what this boundary raises."""
+
+
+class StreamUnavailableError(StreamError):
+    """The store did not answer within its deadline."""
+
+
+class StreamFullError(StreamError):
+    """The store is at its memory bound; nothing was written."""
+
+
+class AppendStatus(Enum):
+    ACCEPTED = "accepted"
+    DUPLICATE = "duplicate"
+    SUPERSEDED = "superseded"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What travels on a stream: the id and small text fields, never the payload."""
+
+    trajectory_id: str
+    fields: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One entry in this consumer's hands until it is moved, settled, buried, or claimed by another."""
+
+    stream: StreamName
+    entry_id: str
+    trajectory_id: str
+    fields: Mapping[str, str]
+    attempt: int
+    """How often this entry has been delivered, counting from 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    entry_id: str
+    trajectory_id: str
+    stream: StreamName
+    reason: str
+    attempt: int
+    buried_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDepth:
+    length: int
+    """Entries on the stream, delivered or not."""
+    pending: int
+    """Delivered and not yet settled."""
+    oldest_age_s: float
+    """Age of the oldest entry; 0 when empty."""
+
+
+class TrajectoryStreams(Protocol):
+    """All streams of one run."""
+
+    async def ping(self) -> None: ...
+
+    async def memory_fraction(self) -> float:
+        """Used share of the store's memory bound, 0 when it has none."""
+
+    async def append(
+        self,
+        trajectory_id: str,
+        payload: bytes,
+        *,
+        ordinal: int,
+        sample: int,
+        fields: Mapping[str, str],
+    ) -> AppendStatus:
+        """Make one trajectory durable on TRAJECTORIES, release its lease, mark it unconsumed; all or nothing.
+
+        The first durable trajectory of an (ordinal, sample) wins; a later one is SUPERSEDED. Raises
+        StreamFullError at the memory bound.
+        """
+
+    async def read(self, stream: StreamName, consumer: str, *, count: int, block_ms: int) -> list[Delivery]:
+        """Up to `count` deliveries in order; this consumer's own unsettled ones (from before a restart) first,
+        each exactly once per `open_consumer`; waits at most `block_ms`."""
+
+    async def open_consumer(self, stream: StreamName, consumer: str) -> None:
+        """Start reading as `consumer`: create the group where it is missing, rewind to unsettled deliveries."""
+
+    async def claim(self, stream: StreamName, consumer: str, *, idle_ms: int, count: int) -> list[Delivery]:
+        """Take over deliveries that nobody has settled for `idle_ms`."""
+
+    async def payload(self, trajectory_id: str) -> bytes | None:
+        """The bytes given to `append`; None when they are gone."""
+
+    async def move(self, delivery: Delivery, consumer: str, to: StreamName, fields: Mapping[str, str]) -> bool:
+        """Hand the entry over with these fields in one fenced step; False when the delivery was lost."""
+
+    async def bury(self, delivery: Delivery, consumer: str, reason: str) -> bool:
+        """Move the entry to the dead letters, payload kept, and release its admission; False when it was lost."""
+
+    async def mark_consumed(self, trajectory_ids: Sequence[str]) -> None:
+        """Release these from `unconsumed` (consumed but not yet settled, or dropped). Repeats change nothing."""
+
+    async def settle(self, deliveries: Sequence[Delivery], consumer: str, *, epoch: int) -> int:
+        """Acknowledge and delete entries and payloads whose effect is durable; the number still owned.
+
+        Refused with FencedError when `epoch` is not the newest trainer epoch.
+        """
+
+    async def unconsumed(self) -> int: ...
+
+    async def depth(self, stream: StreamName) -> StreamDepth: ...
+
+    async def dead_letters(self, *, count: int) -> list[DeadLetter]: ...
+
+    async def close(self) -> None: ...
+
+
+class FencedError(StreamError):
+    """A newer trainer epoch exists; this process must stop."""
