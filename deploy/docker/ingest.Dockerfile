@@ -1,0 +1,13 @@
+# Ingest: gRPC in front of the trajectory stream.
+#   docker build -f deploy/docker/ingest.Dockerfile -t sao/ingest .
+FROM python:3.11-slim
+WORKDIR /app
+COPY requirements/light.lock requirements/light.lock
+RUN pip install --no-cache-dir -r requirements/light.lock
+COPY pyproject.toml README.md LICENSE ./
+COPY sao sao
+COPY services services
+RUN pip install --no-cache-dir --no-deps . && useradd --uid 10001 --create-home sao
+USER 10001
+ENV PYTHONUNBUFFERED=1
+CMD ["python", "-m", "services.rollout.ingest", "--config", "/etc/sao/run.toml"]

@@ -1,0 +1,13 @@
+# Reward service: scores trajectories under the live preference.
+#   docker build -f deploy/docker/reward.Dockerfile -t sao/reward .
+FROM python:3.11-slim
+WORKDIR /app
+COPY requirements/reward.lock requirements/reward.lock
+RUN pip install --no-cache-dir -r requirements/reward.lock
+COPY pyproject.toml README.md LICENSE ./
+COPY sao sao
+COPY services services
+RUN pip install --no-cache-dir --no-deps . && useradd --uid 10001 --create-home sao
+USER 10001
+ENV PYTHONUNBUFFERED=1
+CMD ["python", "-m", "services.reward", "--config", "/etc/sao/run.toml"]

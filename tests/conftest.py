@@ -1,0 +1,85 @@
+"""Fixtures that start real parts once: Valkey, tiny checkpoints, one SGLang engine for the whole session."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from sao.config import RunConfig, load_run_config
+from tests.support.processes import free_port, server
+from tests.support.valkey import valkey
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
+
+
+@pytest.fixture(scope="session")
+def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Valkey for the session; tests keep apart by their run names."""
+    with valkey(tmp_path_factory.mktemp("valkey"), "--maxmemory", "512mb", "--maxmemory-policy", "noeviction") as url:
+        yield url
+
+
+@pytest.fixture
+def run_config(valkey_url: str, tmp_path: Path) -> RunConfig:
+    """A configuration of its own for each test, on the shared Valkey."""
+    sets = [f"run.name=test-{uuid.uuid4().hex[:12]}", f'run.dir="{tmp_path / "run"}"', f'redis.url="{valkey_url}"']
+    return load_run_config(None, sets, env={})
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two random checkpoints of the same shape, seeds 0 and 1."""
+    from tests.support.tiny_checkpoint import make_tiny_checkpoint
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return make_tiny_checkpoint(folder / "seed0", 0), make_tiny_checkpoint(folder / "seed1", 1)
+
+
+@dataclass(frozen=True)
+class EngineServer:
+    """A running SGLang server; tests that load other weights into it load seed 0 again at their end."""
+
+    url: str
+    log: Path
+
+
+@pytest.fixture(scope="session")
+def sglang_engine(
+    tiny_checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineServer]:
+    """The real engine, started once (about 40 s)."""
+    if not ENGINE_PYTHON.exists():
+        pytest.skip("the engine environment is missing: run `make setup`")
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    log = tmp_path_factory.mktemp("engine") / "engine.log"
+    command = [
+        str(ENGINE_PYTHON),
+        "-m",
+        "sglang_cpuref.serve",
+        "--model",
+        str(tiny_checkpoints[0]),
+        "--port",
+        str(port),
+    ]
+
+    def ready() -> bool:
+        try:
+            return httpx.get(f"{url}/model_info", timeout=2.0).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    with server(command, log=log, ready=ready, timeout_s=240):
+        yield EngineServer(url, log)
