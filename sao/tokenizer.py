@@ -30,6 +30,13 @@ class FileTokenizer:
     def __init__(self, path: Path) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
 
+    @classmethod
+    def from_json(cls, text: str) -> FileTokenizer:
+        """The same from the file's text, for a tokenizer that is made and never written."""
+        made = cls.__new__(cls)
+        made._tokenizer = tokenizers.Tokenizer.from_str(text)  # noqa: SLF001 - its own
+        return made
+
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids

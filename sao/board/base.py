@@ -3,11 +3,12 @@
 | fact | writer | readers |
 |---|---|---|
 | `TrainerFacts` (update, version, consumed, epoch, state) | trainer | ingest (admission), weights, supervisor |
-| `VersionRecord` by name, announced *before* any engine loads it | trainer | ingest (known versions), trainer (lag), weights |
+| `VersionRecord` by name, announced *before* any engine loads it | trainer | ingest (known), trainer (lag), weights |
 | `EngineFacts` by engine id | weights | rollout (which engines are in rotation), supervisor |
 | `Preference` by version, current version | reward | reward, trainer |
 
-Trainer writes carry its epoch and are refused (FencedError) when a newer one exists.
+Trainer writes carry its epoch and are refused (FencedError) when a newer one exists. Every call may raise
+StreamUnavailableError (sao.streams.base): the board lives where the streams do.
 tests/contract/test_board.py runs on every implementation.
 """
 

@@ -1,7 +1,8 @@
 """Every setting of a run, with its default, its unit and its source.
 
 [P] marks what the SAO paper (arXiv 2607.07508) states, [D] a default of ours where it is silent.
-Unknown keys are refused everywhere: a setting that is accepted and ignored costs somebody a run.
+Unknown keys are refused everywhere: a setting that is accepted and ignored costs somebody a run. Types are strict: a
+number in quotes or a true for a count is a mistake, not a number.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+from pydantic_core import PydanticCustomError
 
 from sao.preference import PreferenceDocument
 
@@ -20,42 +22,61 @@ Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
-class Section(BaseModel):
-    """A table of the run file; unknown keys are errors, values are immutable."""
+FilePath = Annotated[Path, Field(strict=False)]
+"""TOML writes a path as a string."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+SETTING_ERROR = "sao_setting"
+"""Type of the errors by which a validator of a whole section names the one key that is wrong."""
+
+
+def wrong_setting(key: str, reason: str) -> PydanticCustomError:
+    """The error of a section's validator: `key` within the section, and what is wrong with it."""
+    return PydanticCustomError(SETTING_ERROR, "{reason}", {"key": key, "reason": reason})
+
+
+class Section(BaseModel):
+    """A table of the run file; unknown keys are errors, values are immutable, nothing is coerced."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class RunSection(Section):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")] = "run"
     """Names the run on the stream, the board and in every artefact."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Of the prompt order, the initial model, the engines and everything else that draws."""
     updates: Annotated[int, Field(ge=1)] | None = None
     """Policy updates after which the run ends; none: until stopped."""
-    dir: Path = Path("runs/run")
+    dir: FilePath = Path("runs/run")
     """Holds everything the run writes: stream file, checkpoints, versions, archive, logs, report."""
-    cache_dir: Path = Path("~/.cache/sao")
+    cache_dir: FilePath = Path("~/.cache/sao")
     """Warm starts are kept here, by the hash of what made them."""
 
 
 class RedisSection(Section):
     url: str = "redis://127.0.0.1:6379/0"
+    """Redis >= 7 or Valkey. A password in it is passed to child processes by the environment, not by file."""
     embedded: bool = False
     """`sao up` starts a Valkey of its own and fills in `url`."""
     maxmemory_mb: Count = 512
+    """Memory bound of the embedded Valkey; with a store of your own, what it has."""
     back_pressure_at: Fraction = 0.8
     """Share of maxmemory above which ingest answers RESOURCE_EXHAUSTED."""
     appendfsync: Literal["everysec", "always"] = "everysec"
+    """Of the embedded Valkey. `everysec` may lose a second of work in a power cut, `always` nothing."""
     timeout_s: Positive = 5.0
     """Longest wait for one command."""
 
 
 class ModelSection(Section):
-    path: Path | None = None
+    path: FilePath | None = None
     """Hugging Face checkpoint directory of the initial policy; none: the task's tiny warm start."""
     hidden_size: Count = 64
+    """Of the tiny model; also the width of each expert."""
     layers: Count = 2
+    """Of the tiny model."""
     experts: Count = 8
+    """Of the tiny model, per layer."""
     experts_per_token: Count = 2
     """The four above shape the tiny Qwen3-MoE and are ignored by nothing: with `path` they are refused."""
 
@@ -63,34 +84,39 @@ class ModelSection(Section):
     def _tiny_shape_only_without_path(self) -> ModelSection:
         shape = {"hidden_size", "layers", "experts", "experts_per_token"} & self.model_fields_set
         if self.path is not None and shape:
-            msg = f"{', '.join(sorted(shape))} shape the tiny model, but model.path names a checkpoint"
-            raise ValueError(msg)
+            raise wrong_setting(min(shape), f"shapes the tiny model, but model.path names a checkpoint ({self.path})")
         return self
 
 
 class WarmStartSection(Section):
     steps: Count = 700
+    """Supervised steps that teach the tiny model its language."""
     batch: Count = 32
+    """Demonstrations per step."""
     lr: Positive = 3e-3
+    """Peak learning rate; it rises over 30 steps, then falls along a cosine."""
 
 
 class TaskSection(Section):
     name: str = "calculator"
     """A task of sao.tasks, or `package.module:ClassName` of your own."""
-    prompts: Path | None = None
+    prompts: FilePath | None = None
     """JSONL file of prompts; none: the file that comes with the task."""
 
 
 class SamplingSection(Section):
     temperature: Positive = 1.0
+    """Of every turn."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Anything but 1.0 for either is refused: the trainer's log-probs would be another distribution's."""
 
     @model_validator(mode="after")
     def _trainable(self) -> SamplingSection:
-        if self.top_p != 1.0 or self.temperature != 1.0:
-            msg = "training needs temperature 1.0 and top_p 1.0 (the importance ratio compares whole distributions)"
-            raise ValueError(msg)
+        for key in ("temperature", "top_p"):
+            found = getattr(self, key)
+            if found != 1.0:
+                reason = f"training needs 1.0 (the importance ratio compares whole distributions); found {found}"
+                raise wrong_setting(key, reason)
         return self
 
 
@@ -98,62 +124,91 @@ class EngineSection(Section):
     urls: list[str] = []
     """Base URLs of the SGLang servers; `sao up` starts `count` of its own and fills this in."""
     count: Count = 1
-    environment: Path = Path(".venv-engine")
+    """Engines that `sao up` starts."""
+    environment: FilePath = Path(".venv-engine")
     """Virtual environment that holds SGLang, for `sao up`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights in the engine."""
     max_running_requests: Count = 32
+    """Sequences an engine decodes at a time."""
     max_total_tokens: Count = 8192
+    """Tokens an engine's cache holds."""
     api_key: SecretStr | None = None
+    """Of /generate."""
     admin_key: SecretStr | None = None
+    """Of the calls that change weights or state."""
     start_timeout_s: Positive = 300.0
+    """Longest wait until an engine answers."""
 
 
 class RolloutSection(Section):
     worker_id: str = "worker-0"
+    """Names the worker in its trajectories and leases; stable across restarts."""
     concurrency: Count = 8
     """Episodes in flight per worker."""
     max_turns: Count = 4
+    """Actions per episode."""
     max_new_tokens: Count = 24
     """Per turn."""
     max_tokens: Count = 96
     """Prompt, actions and observations of one trajectory together."""
     turn_timeout_s: Positive = 60.0
+    """Longest wait for one turn of the engine."""
     publish_attempts: Count = 8
-    spool_dir: Path | None = None
+    """Tries to publish a trajectory before it stays in the spool."""
+    spool_dir: FilePath | None = None
+    """Trajectories wait here until the ingest has them; none: <run.dir>/spool."""
     metrics_port: Port = 0
+    """/metrics, /healthz, /readyz; 0: a free port."""
 
 
 class IngestSection(Section):
     bind: str = "127.0.0.1"
+    """Address to listen on."""
     port: Port = 0
+    """gRPC; 0: a free port."""
     target: str = ""
     """host:port that workers dial; filled in by `sao up`."""
     max_message_mb: Count = 32
+    """Longest gRPC message taken."""
     max_tokens: Count = 131072
     """Longest trajectory taken."""
     logprob_tolerance: NonNegative = 1e-5
     """A log-prob may exceed 0 by this much (rounding in the engine)."""
     seen_horizon_h: Count = 24
+    """How long an id is remembered, so that a repeat is recognised."""
     lease_ttl_s: Positive = 30.0
+    """A lease that is not renewed for this long is given again."""
     episode_deadline_s: Positive = 300.0
+    """No renewal reaches past this."""
     metrics_port: Port = 0
+    """/metrics, /healthz, /readyz; 0: a free port."""
 
 
 class RewardSection(Section):
     bind: str = "127.0.0.1"
+    """Address to listen on."""
     port: Port = 0
+    """REST, /metrics, /healthz, /readyz; 0: a free port."""
     consumer: str = "reward-0"
     """Name in the consumer group; stable across restarts, never a pid."""
     batch: Count = 16
+    """Deliveries read at a time."""
+    threads: Count = 4
+    """Trajectories that one scorer works on at a time."""
     component_timeout_s: Positive = 10.0
+    """Longest time one scorer may take for one trajectory."""
     claim_idle_s: Positive = 30.0
-    """A delivery unacknowledged for this long is taken over."""
+    """A delivery unacknowledged for this long is taken over: also the wait before a failed scoring is tried again."""
     max_deliveries: Count = 5
+    """Deliveries after which a trajectory that cannot be scored goes to the dead letters."""
 
 
 class CriticSection(Section):
     lr: Positive = 5e-6  # [P]
+    """Of the critic."""
     updates_per_policy_update: Count = 2  # [P] K
+    """K: critic steps on the same trajectories before each policy step."""
     frozen: list[str] = [r"\.self_attn\.", r"\.mlp\.gate\.", r"norm", r"embed_tokens"]
     """Regular expressions over parameter names: attention [P], router, norms, embeddings [D]."""
     warmup_updates: Annotated[int, Field(ge=0)] = 10  # [D]
@@ -164,31 +219,51 @@ class CriticSection(Section):
 
 class TrainerSection(Section):
     algorithm: Literal["sao"] = "sao"
+    """What turns rewards into gradients."""
     trajectories_per_update: Count = 1
+    """Trajectories per optimiser step; 1 is pure streaming."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: cuda where there is one."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on cuda, else float32."""
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0
+    """DeepSpeed: 1 shards the optimiser, 2 the gradients too, 3 the weights too."""
     ranks: Count = 1
     """Data-parallel processes."""
     lr: Positive | Literal["auto"] = 1e-6  # [P]
     """`auto`: lr_per_trajectory x trajectories_per_update, at most lr_max."""
     lr_per_trajectory: Positive = 1e-6
+    """For lr = "auto"."""
     lr_max: Positive = 1e-6
-    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    """For lr = "auto"."""
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)] = (0.9, 0.99)
+    """Of AdamW."""
     weight_decay: NonNegative = 0.0
+    """Of AdamW."""
     gradient_clip: Positive = 1.0
+    """Largest norm of the gradient."""
     eps_low: Annotated[float, Field(gt=0, le=1)] = 0.3  # [P] math with tools
+    """A token counts while its importance ratio is above 1 - eps_low ..."""
     eps_high: Positive = 5.0  # [P]
+    """... and below 1 + eps_high."""
     gamma: Fraction = 1.0  # [P]
+    """Discount per action token."""
     alpha: Positive = 1.5  # [P] length-adaptive lambda
+    """Length-adaptive lambda of the policy: 1 - 1 / (alpha x action tokens)."""
     lambda_critic: Fraction = 1.0  # [P]
+    """GAE lambda of the critic's targets."""
     loss_aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"  # [D]
+    """Mean over the update's action tokens, or over trajectories of their means."""
     advantage_norm: Literal["none", "whiten"] = "none"  # [D]
+    """`whiten`: zero mean and unit variance over the update."""
     kl_coef: NonNegative = 0.0  # [P] the paper uses none
     """Weight of the k3 estimate of KL(policy || frozen initial policy)."""
     entropy_coef: NonNegative = 0.0
+    """Weight of the entropy bonus."""
     stale_policy: Literal["mask_tokens", "drop"] = "mask_tokens"  # [D]
+    """Tokens older than max_lag carry no weight, or their whole trajectory is dropped."""
     max_lag: Annotated[int, Field(ge=0)] = 4  # [D] tau, in updates
+    """tau: the oldest that may train, in updates."""
     publish_every: Count = 1
     """Updates between published versions."""
     preference_policy: Literal["keep", "rescore", "drop"] = "rescore"
@@ -198,6 +273,7 @@ class TrainerSection(Section):
     starvation_timeout_s: Positive = 600.0
     """No trajectory for this long while the run is not over: /healthz fails."""
     metrics_port: Port = 0
+    """/metrics, /healthz, /readyz; 0: a free port."""
 
     @property
     def policy_lr(self) -> float:
@@ -209,14 +285,16 @@ class TrainerSection(Section):
     @model_validator(mode="after")
     def _publish_before_everything_is_stale(self) -> TrainerSection:
         if self.publish_every > self.max_lag + 1:
-            msg = f"publish_every {self.publish_every} > max_lag + 1 ({self.max_lag + 1}): every token would be stale"
-            raise ValueError(msg)
+            reason = f"{self.publish_every} is more than max_lag + 1 = {self.max_lag + 1}: every token would be stale"
+            raise wrong_setting(key="publish_every", reason=reason)
         return self
 
 
 class CheckpointSection(Section):
     every_updates: Count = 25
+    """Updates between checkpoints."""
     keep_last: Count = 3
+    """Newest checkpoints that are kept."""
     keep_every: Annotated[int, Field(ge=0)] = 25
     """Checkpoints whose update is a multiple of this are kept for ever; 0: none."""
     unacked_mb_max: Count = 64
@@ -229,16 +307,21 @@ class CheckpointSection(Section):
 
 class WeightsSection(Section):
     bind: str = "127.0.0.1"
+    """Address to listen on."""
     port: Port = 0
-    store_dir: Path | None = None
+    """REST, /metrics, /healthz, /readyz; 0: a free port."""
+    store_dir: FilePath | None = None
     """Where versions live, on a file system the engines can read; none: <run.dir>/versions."""
     keep_versions: Count = 4
+    """Newest versions that are kept, beside those an engine holds."""
     step_timeout_s: Positive = 30.0
     """Deadline of each step of a round."""
     round_attempts: Count = 3
+    """Tries to bring one engine to a version before it is quarantined."""
     canary_tolerance: Positive = 1e-4
     """Largest |log-prob difference| of the canary, fp32."""
     poll_s: Positive = 0.05
+    """Wait between looks at the board."""
 
 
 class AuthSection(Section):

@@ -110,18 +110,22 @@ class TrajectoryStreams(Protocol):
         """Make one trajectory durable on TRAJECTORIES, release its lease, mark it unconsumed; all or nothing.
 
         The first durable trajectory of an (ordinal, sample) wins; a later one is SUPERSEDED. Raises
-        StreamFullError at the memory bound.
+        StreamFullError at the memory bound, ValueError for an id that is no UUIDv7 or a sample nobody wants.
         """
 
     async def read(self, stream: StreamName, consumer: str, *, count: int, block_ms: int) -> list[Delivery]:
         """Up to `count` deliveries in order; this consumer's own unsettled ones (from before a restart) first,
-        each exactly once per `open_consumer`; waits at most `block_ms`."""
+        each exactly once per `open_consumer`; waits at most `block_ms`.
+        """
 
     async def open_consumer(self, stream: StreamName, consumer: str) -> None:
-        """Start reading as `consumer`: create the group where it is missing, rewind to unsettled deliveries."""
+        """Start reading as `consumer`: create the group where it is missing, rewind to unsettled deliveries.
+
+        Deliveries handed out before it, also to a process of the same name, are lost once they are read again.
+        """
 
     async def claim(self, stream: StreamName, consumer: str, *, idle_ms: int, count: int) -> list[Delivery]:
-        """Take over deliveries that nobody has settled for `idle_ms`."""
+        """Take over deliveries that nobody has settled for `idle_ms`, this consumer's own among them."""
 
     async def payload(self, trajectory_id: str) -> bytes | None:
         """The bytes given to `append`; None when they are gone."""
@@ -136,16 +140,18 @@ class TrajectoryStreams(Protocol):
         """Release these from `unconsumed` (consumed but not yet settled, or dropped). Repeats change nothing."""
 
     async def settle(self, deliveries: Sequence[Delivery], consumer: str, *, epoch: int) -> int:
-        """Acknowledge and delete entries and payloads whose effect is durable; the number still owned.
+        """Acknowledge and delete entries and payloads whose effect is durable; the number that were still owned.
 
-        Refused with FencedError when `epoch` is not the newest trainer epoch.
+        A repeat after StreamUnavailableError may find them settled already, and answer less. Refused with
+        FencedError when `epoch` is not the newest trainer epoch.
         """
 
     async def unconsumed(self) -> int: ...
 
     async def depth(self, stream: StreamName) -> StreamDepth: ...
 
-    async def dead_letters(self, *, count: int) -> list[DeadLetter]: ...
+    async def dead_letters(self, *, count: int) -> list[DeadLetter]:
+        """The newest `count`, newest first."""
 
     async def close(self) -> None: ...
 

@@ -7,10 +7,10 @@ of an episode, and computes named raw reward components; what these are worth is
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from sao.preference import PreferenceDocument
 from sao.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ class Episode(Protocol):
         """Tokens that end a turn (they are sampled, and belong to the action)."""
 
     def observe(self, action_token_ids: Sequence[int]) -> Observation:
-        """React to one finished action. A malformed action is a normal one: it gets an observation, not an exception."""
+        """React to one finished action. A malformed one is normal: it gets an observation, not an exception."""
 
     @property
     def task_payload(self) -> Mapping[str, object]:
@@ -78,6 +78,28 @@ class Demonstration:
     pieces: tuple[tuple[str, bool], ...]
 
 
+@runtime_checkable
+class OffersPreferences(Protocol):
+    """A task that names the preferences a person may want to switch between (the live view prints them)."""
+
+    preferences: Mapping[str, PreferenceDocument]
+
+
+Scorer = Callable[[Trajectory, Tokenizer], Mapping[str, float]]
+"""Computes some of a task's components; may be slow, and raises UnscorableError as `Task.score` does."""
+
+
+@runtime_checkable
+class SeparatelyScored(Protocol):
+    """A task whose components come from several scorers, so that each has its own deadline and its own name in errors.
+
+    Together they give what `score` gives.
+    """
+
+    scorers: Mapping[str, Scorer]
+
+
+@runtime_checkable
 class WarmStartable(Protocol):
     """A task that can also teach a tiny model its language from scratch (the CPU presets)."""
 

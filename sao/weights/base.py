@@ -2,7 +2,10 @@
 
 - A name is allocated once, by create-exclusive, and never again, also after a crash: names only rise.
 - `commit` makes a version visible in one step, manifest last; before it, no reader sees any of it.
-- A version that somebody holds a lease on is not collected.
+- A trainer epoch that has been overtaken commits nothing: a stopped trainer that wakes is refused.
+- A version that somebody holds a lease on is not collected, nor is the newest.
+
+tests/contract/test_version_store.py runs on every implementation.
 """
 
 from __future__ import annotations
@@ -17,8 +20,16 @@ class VersionStoreError(Exception):
     """Base of what this boundary raises."""
 
 
+class UnknownVersionError(VersionStoreError):
+    """No complete version has this name."""
+
+
 class IncompleteVersionError(VersionStoreError):
     """A version's files do not match its manifest; names the first that differs."""
+
+
+class StaleWriterError(VersionStoreError):
+    """A newer trainer epoch has already committed; says both."""
 
 
 class NoSpaceError(VersionStoreError):
@@ -30,7 +41,10 @@ class VersionStore(Protocol):
         """A fresh version name and an empty private directory to write its files into."""
 
     def commit(self, manifest: Manifest, directory: Path) -> Path:
-        """Publish the directory under the manifest's version; the path readers use."""
+        """Publish the directory `allocate` gave for the manifest's version; the path readers use.
+
+        Files are named and sized by the manifest; IncompleteVersionError when the directory holds others.
+        """
 
     def names(self) -> list[str]:
         """Complete versions, oldest first."""
@@ -38,13 +52,25 @@ class VersionStore(Protocol):
     def manifest(self, version: str) -> Manifest: ...
 
     def path(self, version: str) -> Path:
-        """Where the version's files lie."""
+        """Where the version's files lie (absolute)."""
 
     def verify(self, version: str) -> None:
-        """Recompute every file's checksum; IncompleteVersionError when one differs or is missing."""
+        """Recompute every file's checksum; IncompleteVersionError when one differs, is missing or is one too many.
+
+        One too many matters: an engine loads every *.safetensors file it finds in the directory.
+        """
 
     def lease(self, version: str, holder: str) -> None:
         """Keep the version while `holder` uses it (one version per holder; a new lease replaces the old)."""
 
+    def release(self, holder: str) -> None:
+        """Give the holder's lease back; nothing happens when it has none.
+
+        In the contract because an engine that left the run would otherwise keep its version for ever.
+        """
+
+    def leases(self) -> dict[str, str]:
+        """Version by holder."""
+
     def collect(self, keep_last: int) -> list[str]:
-        """Remove unleased versions but the newest `keep_last`; the names removed."""
+        """Remove unleased versions but the newest `keep_last` (at least 1); the names removed."""

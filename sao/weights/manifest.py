@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 VersionName = Annotated[str, Field(pattern=r"^v[0-9]{8}$")]
@@ -30,10 +30,20 @@ class FileEntry(_Part):
 
 
 class CanarySequence(_Part):
-    """Token ids and the trainer's own log-prob of ids[i+1] given ids[:i+1]; len(logprobs) == len(ids) - 1."""
+    """Token ids and the trainer's own log-prob of ids[i+1] given ids[:i+1]; len(logprobs) == len(ids) - 1.
 
-    token_ids: Annotated[list[int], Field(min_length=2)]
-    logprobs: list[float]
+    Non-finite log-probs are refused: they are what a policy of NaNs says, and such a version must not be published.
+    """
+
+    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=2)]
+    logprobs: list[Annotated[float, Field(allow_inf_nan=False)]]
+
+    @model_validator(mode="after")
+    def _one_logprob_per_predicted_token(self) -> CanarySequence:
+        if len(self.logprobs) != len(self.token_ids) - 1:
+            msg = f"{len(self.logprobs)} log-probs for {len(self.token_ids)} token ids; expected one fewer than ids"
+            raise ValueError(msg)
+        return self
 
 
 class Manifest(_Part):

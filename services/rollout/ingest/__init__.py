@@ -1,0 +1,1 @@
+"""The door: validates finished trajectories, makes them durable, and hands out prompt leases."""

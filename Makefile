@@ -1,0 +1,49 @@
+# make setup   build .venv and .venv-engine (needs python3.11 and nothing else; minutes, once)
+# make run     setup, then the whole system learns on this machine
+# make test    setup, then every test
+# make check   style, types, wire contract
+PYTHON ?= python3.11
+PRESET ?= tiny
+ARGS ?=
+BIN := .venv/bin
+CODE := sao services tests engine/sglang_cpuref tools bench
+export OMP_NUM_THREADS := 1
+
+.PHONY: help setup run test check format proto locks clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+setup:
+	@command -v $(PYTHON) >/dev/null || { echo "python3.11 is needed; name it with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) tools/setup.py
+
+run: setup
+	@$(BIN)/sao up --preset $(PRESET) $(ARGS)
+
+test: setup
+	$(BIN)/pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(wildcard $(CODE))
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/python tools/locks.py --check
+	$(PYTHON) tools/proto.py --check
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format --write
+
+proto:
+	$(PYTHON) tools/proto.py
+
+locks: setup
+	$(BIN)/python tools/locks.py
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Examples: things built with sao, the way a user builds them."""

@@ -1,0 +1,1 @@
+"""A task of your own in one file: see docs/tasks.md."""

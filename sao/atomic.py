@@ -1,0 +1,54 @@
+"""Files and directories that appear whole or not at all, and are still there after the power has failed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TEMPORARY_SUFFIX = ".tmp"
+"""Ends the hidden name under which `write_file` builds a file; readers skip such names."""
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Make `path` hold `data`, replacing what was there in one step; durable on return.
+
+    The bytes first lie under `.<name>.tmp` in the same directory, so one writer at a time per path.
+    """
+    temporary = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def publish_directory(source: Path, target: Path) -> None:
+    """Rename the finished directory `source` to `target`, its whole content made durable first.
+
+    Both lie on one file system. FileExistsError when `target` exists: what is published is never replaced.
+    """
+    if target.exists():
+        msg = f"{target} exists already; a published directory is never replaced"
+        raise FileExistsError(msg)
+    for folder, _, names in os.walk(source):
+        for name in names:
+            _fsync(Path(folder) / name, os.O_RDONLY)
+        fsync_directory(Path(folder))
+    source.rename(target)
+    fsync_directory(target.parent)
+    if source.parent != target.parent:
+        fsync_directory(source.parent)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,110 @@
+"""The board in Redis: one hash of single facts, and a hash each for versions, engines and preferences.
+
+Board writes are few and small, so they are allowed at the memory bound, where the streams already refuse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from typing import Any
+
+from redis import asyncio as aioredis
+
+from sao.board.base import EngineFacts, PreferenceConflictError, TrainerFacts, VersionRecord
+from sao.board.messages import conflicting_preference_message, conflicting_version_message, fenced_message
+from sao.config.schema import RunConfig
+from sao.preference import Preference, PreferenceDocument
+from sao.redis_client import RunKeys, Scripts, connect_redis, redis_errors
+from sao.streams.base import FencedError, StreamUnavailableError
+
+
+class RedisBoard:
+    """sao.board.base.Board for one run; every call may raise StreamUnavailableError."""
+
+    def __init__(self, client: aioredis.Redis, keys: RunKeys) -> None:
+        self._client = client
+        self._keys = keys
+        self._scripts = Scripts(client, "sao.board.lua")
+
+    @classmethod
+    def connect(cls, config: RunConfig) -> RedisBoard:
+        """The board of this run; connects at the first call."""
+        return cls(connect_redis(config.redis), RunKeys(config.run.name))
+
+    async def new_trainer_epoch(self) -> int:
+        with redis_errors("claim a trainer epoch"):
+            epoch: int = await self._scripts.run("new_epoch", [self._keys.board], [])
+        return epoch
+
+    async def write_trainer(self, facts: TrainerFacts) -> None:
+        with redis_errors("write trainer facts"):
+            newest = await self._scripts.run(
+                "write_trainer", [self._keys.board], [facts.epoch, facts.model_dump_json()]
+            )
+        if newest > facts.epoch:
+            raise FencedError(fenced_message(facts.epoch, newest))
+
+    async def trainer(self) -> TrainerFacts | None:
+        with redis_errors("read trainer facts"):
+            text: Any = await self._client.hget(self._keys.board, "trainer")
+        return None if text is None else TrainerFacts.model_validate_json(text)
+
+    async def announce_version(self, record: VersionRecord) -> None:
+        with redis_errors(f"announce version {record.name}"):
+            newest, *stored = await self._scripts.run(
+                "announce_version",
+                [self._keys.board, self._keys.versions],
+                [record.epoch, record.name, record.model_dump_json()],
+            )
+        if not stored:
+            raise FencedError(fenced_message(record.epoch, newest))
+        known = VersionRecord.model_validate_json(stored[0])
+        if known != record:
+            raise ValueError(conflicting_version_message(known, record))
+
+    async def versions(self) -> dict[str, VersionRecord]:
+        texts = await self._hash(self._keys.versions)
+        return {name: VersionRecord.model_validate_json(text) for name, text in texts.items()}
+
+    async def write_engine(self, facts: EngineFacts) -> None:
+        with redis_errors(f"write facts of {facts.engine_id}"):
+            await self._scripts.run("write_engine", [self._keys.engines], [facts.engine_id, facts.model_dump_json()])
+
+    async def engines(self) -> dict[str, EngineFacts]:
+        texts = await self._hash(self._keys.engines)
+        return {engine_id: EngineFacts.model_validate_json(text) for engine_id, text in sorted(texts.items())}
+
+    async def put_preference(self, document: PreferenceDocument, *, if_version: int | None = None) -> Preference:
+        expected = "" if if_version is None else str(if_version)
+        with redis_errors(f"put preference {document.name!r}"):
+            version, current = await self._scripts.run(
+                "put_preference",
+                [self._keys.board, self._keys.preferences],
+                [secrets.token_hex(8), expected, document.model_dump_json()],
+            )
+        if version == 0:
+            raise PreferenceConflictError(conflicting_preference_message(int(expected), current))
+        return Preference(version=version, document=document)
+
+    async def preference(self, version: int | None = None) -> Preference | None:
+        with redis_errors("read the preference"):
+            number: Any = (
+                await self._client.hget(self._keys.board, "preference") if version is None else str(version).encode()
+            )
+            if number is None:
+                return None
+            # Versions are never changed once stored, so reading in two steps is still one consistent answer.
+            text: Any = await self._client.hget(self._keys.preferences, number)
+        if text is None:
+            return None
+        return Preference(version=int(number), document=PreferenceDocument.model_validate_json(text))
+
+    async def _hash(self, key: str) -> dict[str, bytes]:
+        with redis_errors(f"read {key}"):
+            texts: Any = await self._client.hgetall(key)
+        return {name.decode(): text for name, text in texts.items()}
+
+    async def close(self) -> None:
+        with contextlib.suppress(StreamUnavailableError), redis_errors("close"):
+            await self._client.aclose()

@@ -1,0 +1,82 @@
+"""`sao status` and `sao report`: look at a run folder from outside."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sao.config import RunConfig, load_run_config
+from sao.report import Report, write_report
+from sao.supervisor.board_view import BoardView
+from sao.supervisor.folder import RunFolder
+from sao.supervisor.progress import Progress
+from sao.supervisor.status import summary
+
+
+def print_status(root: Path) -> bool:
+    """Print what the run is doing; whether a supervisor is at work on it."""
+    folder = RunFolder(root)
+    if not folder.run_file.exists():
+        typer.echo(f"{root} holds no run: start one with `sao up --preset tiny --run-dir {root}`", err=True)
+        return False
+    pid = folder.running_pid()
+    console = Console()
+    config = load_run_config(folder.run_file)
+    console.print(
+        f"{config.task.name}, seed {config.run.seed}: " + (f"running, process {pid}" if pid else "not running")
+    )
+    progress = Progress(folder.rows_file)
+    progress.poll()
+    for name, value in summary(progress):
+        console.print(f"  {name:<20} {value}", highlight=False)
+    if pid is not None:
+        console.print(_processes(folder, config))
+    return pid is not None
+
+
+def _processes(folder: RunFolder, config: RunConfig) -> Table:
+    board = BoardView(config)
+    engines = board.engines()
+    board.close()
+    table = Table("process", "pid", "state", "listens on", "starts", "", box=None)
+    for one in folder.processes():
+        alive = one.pid is not None and Path("/proc", str(one.pid)).exists()
+        facts = engines.get(one.name)
+        note = f"{facts.state.value} {facts.version} {facts.error}".strip() if facts is not None else ""
+        state = one.state if alive or one.pid is None else "dead"
+        table.add_row(one.name, str(one.pid or "-"), state, one.address, str(one.starts), note)
+    return table
+
+
+def print_report(root: Path) -> bool:
+    """Write the report and print its summary; whether there was anything to report."""
+    folder = RunFolder(root)
+    report = write_report(root) if folder.run_file.exists() else None
+    if report is None:
+        typer.echo(f"{root}: no run, or no trajectory was trained on yet", err=True)
+        return False
+    for line in summary_lines(report):
+        typer.echo(line)
+    typer.echo(f"{folder.report_file}{os.linesep}{folder.curves_file}")
+    return True
+
+
+def summary_lines(report: Report) -> list[str]:
+    """The report in a few lines."""
+    first, last = report.reward.first_100, report.reward.last_100
+    rise = f"{first:.3f} -> {last:.3f}" if first is not None and last is not None else "fewer than 100 trajectories"
+    drops = ", ".join(f"{count} {reason}" for reason, count in report.drops.items()) or "none"
+    rate = report.throughput
+    return [
+        f"{report.task}, seed {report.seed}: {report.updates} updates, {report.trajectories} trajectories",
+        f"reward (mean of 100)  {rise}",
+        f"lag                   mean {report.lag.mean:.2f}, max {report.lag.max} updates",
+        f"dropped               {drops}",
+        f"versions              {len(report.versions)}, newest {report.versions[-1] if report.versions else '-'}",
+        f"throughput            {rate.trajectories_per_s:.2f} trajectories/s, {rate.tokens_per_s:.0f} tokens/s",
+        f"training              {report.wall.training_s:.0f} s",
+    ]

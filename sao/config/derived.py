@@ -1,0 +1,123 @@
+"""Numbers that follow from a configuration: what `sao check` prints beside the settings themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from sao.config.model_size import parameters
+from sao.config.schema import RunConfig
+
+MIB = 2**20
+BYTES_PER_TOKEN = 9
+"""On the wire: a varint of at most 5 bytes for the id and 4 for the log-prob."""
+BYTES_PER_TRAJECTORY = 4096
+"""Ids, versions, task payload, stream entries and Redis' own bookkeeping for one trajectory, generously."""
+TRAINING_BYTES = 16
+"""Per trained parameter with AdamW: float32 4 weight + 4 gradient + 8 moments; bfloat16 2 + 2 + 8 + 4 master copy."""
+
+Unit = Literal["", "bytes", "tokens", "updates", "trajectories", "parameters"]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One derived number: its name, its value (None: cannot be known here), its unit and how it comes about."""
+
+    name: str
+    value: float | None
+    unit: Unit
+    because: str
+
+
+def figures(config: RunConfig) -> list[Figure]:
+    """Every derived number, in the order in which they are printed."""
+    trainer, rollout = config.trainer, config.rollout
+    per_update = trainer.trajectories_per_update
+    count = parameters(config.model)
+    return [
+        Figure("policy learning rate", trainer.policy_lr, "", _learning_rate_rule(config)),
+        Figure("tokens per update", per_update * rollout.max_tokens, "tokens", "at most: trajectories x max_tokens"),
+        Figure(
+            "action tokens per update", per_update * action_tokens(config), "tokens", "at most: what the loss runs over"
+        ),
+        Figure("admission limit", config.admission_limit, "trajectories", "leased, or durable and not yet consumed"),
+        Figure("expected lag", expected_lag(config), "updates", "mean over tokens while generation is the slow side"),
+        Figure(
+            "largest lag", largest_lag(config), "updates", "of a trajectory, when everything admitted is ahead of it"
+        ),
+        Figure("payload", payload_bytes(config), "bytes", "of the longest trajectory"),
+        Figure("Redis memory", redis_bytes(config), "bytes", "admitted + unacknowledged payloads, at most"),
+        Figure("policy parameters", count, "parameters", "from the checkpoint's headers, or the tiny model's shape"),
+        Figure("trainer memory", trainer_bytes(config, count), "bytes", "per rank, without activations, at most"),
+        Figure("engine memory", engine_bytes(config, count), "bytes", "weights of one engine, without its cache"),
+    ]
+
+
+def action_tokens(config: RunConfig) -> int:
+    """The most action tokens one trajectory can have."""
+    return min(config.rollout.max_turns * config.rollout.max_new_tokens, config.rollout.max_tokens)
+
+
+def expected_lag(config: RunConfig) -> float:
+    """Mean lag of a token in updates, for one worker whose generation is the slow side.
+
+    While an episode runs, about as many others end as run beside it, so its oldest token is `concurrency` /
+    `trajectories_per_update` updates old and the average one half of that; publishing less often adds its own half.
+    """
+    in_flight = min(config.rollout.concurrency, config.admission_limit)
+    return in_flight / config.trainer.trajectories_per_update / 2 + (config.trainer.publish_every - 1) / 2
+
+
+def largest_lag(config: RunConfig) -> int:
+    """Lag of a trajectory before which everything else that is admitted is consumed, in updates.
+
+    With the admission limit at its lower bound this is exactly max_lag.
+    """
+    ahead = (config.admission_limit - 1) // config.trainer.trajectories_per_update
+    return ahead + config.trainer.publish_every - 1
+
+
+def payload_bytes(config: RunConfig) -> int:
+    """Size of the longest trajectory on the wire."""
+    return config.rollout.max_tokens * BYTES_PER_TOKEN + BYTES_PER_TRAJECTORY
+
+
+def redis_bytes(config: RunConfig) -> int:
+    """The most that Redis holds in payloads; remembered ids (about 100 bytes each, seen_horizon_h long) come on top."""
+    one = payload_bytes(config)
+    per_update = config.trainer.trajectories_per_update * one
+    unacknowledged = min(
+        config.checkpoint.every_updates * per_update, config.checkpoint.unacked_mb_max * MIB + per_update
+    )
+    return config.admission_limit * one + unacknowledged
+
+
+def trainer_bytes(config: RunConfig, count: int | None) -> int | None:
+    """Memory per rank for policy, critic (counted as if all of it were trained), reference and one chunk of logits."""
+    if count is None:
+        return None
+    trainer = config.trainer
+    weight = 2 if trainer.dtype == "bfloat16" else 4
+    parts = {0: TRAINING_BYTES - 2 * weight, 1: weight, 2: weight}  # optimiser, gradients, weights
+    # ZeRO stage s shards the first s of these.
+    sharded = sum(size for part, size in parts.items() if part < trainer.zero_stage)
+    whole = TRAINING_BYTES - sharded
+    networks = 2 * count * (whole + sharded / trainer.ranks)
+    reference = 0.0
+    if trainer.kl_coef > 0:
+        reference = count * weight / (trainer.ranks if trainer.zero_stage == 3 else 1)
+    return math.ceil(networks + reference)
+
+
+def engine_bytes(config: RunConfig, count: int | None) -> int | None:
+    """Memory for the weights in one engine."""
+    return None if count is None else count * (2 if config.engine.dtype == "bfloat16" else 4)
+
+
+def _learning_rate_rule(config: RunConfig) -> str:
+    trainer = config.trainer
+    if trainer.lr != "auto":
+        return "trainer.lr"
+    product = f"{trainer.lr_per_trajectory:g} x {trainer.trajectories_per_update}"
+    return f"auto: {product}, at most {trainer.lr_max:g}"

@@ -1,0 +1,213 @@
+"""The streams inside one process: the twin that unit tests use, with a clock and a memory bound of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sao.board.memory import MemoryBoard
+from sao.ids import uuid7_unix_ms
+from sao.streams.base import AppendStatus, DeadLetter, Delivery, StreamDepth, StreamFullError, StreamName
+from sao.streams.dispatch import Dispatch, slot_of
+
+HOUR_MS = 3_600_000
+
+
+@dataclass(slots=True)
+class _Item:
+    trajectory_id: str
+    fields: Mapping[str, str]
+    added_ms: int
+    consumer: str | None = None
+    attempt: int = 0
+    delivered_ms: int = 0
+
+
+@dataclass(slots=True)
+class _Stream:
+    items: dict[str, _Item] = field(default_factory=dict)
+    rewind: dict[str, list[str]] = field(default_factory=dict)
+
+
+def _wall_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class MemoryStreams:
+    """sao.streams.base.TrajectoryStreams on plain dictionaries.
+
+    `board` supplies the trainer epoch that fences `settle`; `capacity_bytes` bounds the stored payloads;
+    `samples` is how many rollouts the run wants of one ordinal.
+    """
+
+    def __init__(
+        self,
+        board: MemoryBoard | None = None,
+        *,
+        samples: int = 1,
+        horizon_h: int = 24,
+        capacity_bytes: int | None = None,
+        clock_ms: Callable[[], int] = _wall_ms,
+    ) -> None:
+        self.dispatch = Dispatch()
+        self.samples = samples
+        self._board = board or MemoryBoard()
+        self._horizon_h = horizon_h
+        self._capacity = capacity_bytes
+        self._clock_ms = clock_ms
+        self._numbers = itertools.count(1)
+        self._streams = {name: _Stream() for name in StreamName}
+        self._payloads: dict[str, bytes] = {}
+        self._seen: dict[int, set[str]] = {}
+        self._unconsumed: set[str] = set()
+        self._dead: list[DeadLetter] = []
+        self._arrived = asyncio.Condition()
+
+    async def ping(self) -> None:
+        """Always there."""
+
+    async def memory_fraction(self) -> float:
+        if self._capacity is None:
+            return 0.0
+        return sum(map(len, self._payloads.values())) / self._capacity
+
+    async def append(
+        self,
+        trajectory_id: str,
+        payload: bytes,
+        *,
+        ordinal: int,
+        sample: int,
+        fields: Mapping[str, str],
+    ) -> AppendStatus:
+        slot = slot_of(ordinal, sample, self.samples)
+        hour = uuid7_unix_ms(trajectory_id) // HOUR_MS
+        if trajectory_id in self._seen.get(hour, ()):
+            return AppendStatus.DUPLICATE
+        if self.dispatch.done(slot):
+            return AppendStatus.SUPERSEDED
+        if await self.memory_fraction() >= 1.0:
+            msg = f"trajectory {trajectory_id}: {self._capacity} bytes are in use; retry after something was settled"
+            raise StreamFullError(msg)
+        self._forget_old_ids()
+        self._seen.setdefault(hour, set()).add(trajectory_id)
+        self._payloads[trajectory_id] = payload
+        self._unconsumed.add(trajectory_id)
+        self.dispatch.finish(slot)
+        await self._add(StreamName.TRAJECTORIES, trajectory_id, fields)
+        return AppendStatus.ACCEPTED
+
+    def _forget_old_ids(self) -> None:
+        oldest = self._clock_ms() // HOUR_MS - self._horizon_h - 1
+        for hour in [hour for hour in self._seen if hour < oldest]:
+            del self._seen[hour]
+
+    async def _add(self, stream: StreamName, trajectory_id: str, fields: Mapping[str, str]) -> None:
+        now = self._clock_ms()
+        self._streams[stream].items[f"{now}-{next(self._numbers)}"] = _Item(trajectory_id, dict(fields), now)
+        async with self._arrived:
+            self._arrived.notify_all()
+
+    async def open_consumer(self, stream: StreamName, consumer: str) -> None:
+        state = self._streams[stream]
+        state.rewind[consumer] = [key for key, item in state.items.items() if item.consumer == consumer]
+
+    async def read(self, stream: StreamName, consumer: str, *, count: int, block_ms: int) -> list[Delivery]:
+        if mine := self._deliver_own(stream, consumer, count):
+            return mine
+        state = self._streams[stream]
+
+        def fresh() -> list[str]:
+            return [key for key, item in state.items.items() if item.consumer is None][:count]
+
+        if not fresh() and block_ms > 0:
+            try:
+                async with asyncio.timeout(block_ms / 1000), self._arrived:
+                    await self._arrived.wait_for(lambda: bool(fresh()))
+            except TimeoutError:
+                return []
+        return [self._deliver(stream, key, consumer) for key in fresh()]
+
+    def _deliver_own(self, stream: StreamName, consumer: str, count: int) -> list[Delivery]:
+        state = self._streams[stream]
+        waiting = state.rewind.get(consumer, [])
+        own = [key for key in waiting if key in state.items and state.items[key].consumer == consumer]
+        state.rewind[consumer] = own[count:]
+        return [self._deliver(stream, key, consumer) for key in own[:count]]
+
+    def _deliver(self, stream: StreamName, key: str, consumer: str) -> Delivery:
+        item = self._streams[stream].items[key]
+        item.consumer, item.attempt, item.delivered_ms = consumer, item.attempt + 1, self._clock_ms()
+        return Delivery(stream, key, item.trajectory_id, dict(item.fields), item.attempt)
+
+    async def claim(self, stream: StreamName, consumer: str, *, idle_ms: int, count: int) -> list[Delivery]:
+        state, now = self._streams[stream], self._clock_ms()
+        idle = [k for k, item in state.items.items() if item.consumer and now - item.delivered_ms >= idle_ms]
+        for waiting in state.rewind.values():
+            waiting[:] = [key for key in waiting if key not in idle[:count]]
+        return [self._deliver(stream, key, consumer) for key in idle[:count]]
+
+    async def payload(self, trajectory_id: str) -> bytes | None:
+        return self._payloads.get(trajectory_id)
+
+    def _take(self, delivery: Delivery, consumer: str) -> bool:
+        """Remove the entry if this very delivery is still the newest one."""
+        items = self._streams[delivery.stream].items
+        item = items.get(delivery.entry_id)
+        if item is None or (item.consumer, item.attempt) != (consumer, delivery.attempt):
+            return False
+        del items[delivery.entry_id]
+        return True
+
+    async def move(self, delivery: Delivery, consumer: str, to: StreamName, fields: Mapping[str, str]) -> bool:
+        owned = self._take(delivery, consumer)
+        if owned:
+            await self._add(to, delivery.trajectory_id, fields)
+        return owned
+
+    async def bury(self, delivery: Delivery, consumer: str, reason: str) -> bool:
+        owned = self._take(delivery, consumer)
+        if owned:
+            now = self._clock_ms()
+            letter = DeadLetter(
+                entry_id=f"{now}-{next(self._numbers)}",
+                trajectory_id=delivery.trajectory_id,
+                stream=delivery.stream,
+                reason=reason,
+                attempt=delivery.attempt,
+                buried_ms=now,
+            )
+            self._dead.append(letter)
+            self._unconsumed.discard(delivery.trajectory_id)
+        return owned
+
+    async def mark_consumed(self, trajectory_ids: Sequence[str]) -> None:
+        self._unconsumed.difference_update(trajectory_ids)
+
+    async def settle(self, deliveries: Sequence[Delivery], consumer: str, *, epoch: int) -> int:
+        self._board.require_epoch(epoch)
+        owned = [delivery for delivery in deliveries if self._take(delivery, consumer)]
+        for delivery in owned:
+            self._payloads.pop(delivery.trajectory_id, None)
+            self._unconsumed.discard(delivery.trajectory_id)
+        return len(owned)
+
+    async def unconsumed(self) -> int:
+        return len(self._unconsumed)
+
+    async def depth(self, stream: StreamName) -> StreamDepth:
+        items = self._streams[stream].items.values()
+        return StreamDepth(
+            length=len(items),
+            pending=sum(item.consumer is not None for item in items),
+            oldest_age_s=max((self._clock_ms() - item.added_ms for item in items), default=0) / 1000,
+        )
+
+    async def dead_letters(self, *, count: int) -> list[DeadLetter]:
+        return self._dead[::-1][:count]
+
+    async def close(self) -> None:
+        """Nothing to release."""

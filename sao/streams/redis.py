@@ -1,0 +1,215 @@
+"""The streams in Redis >= 7 or Valkey; every change is one Lua script.
+
+- An entry leaves a stream in the same step that acknowledges it, so a stream holds exactly what is not settled:
+  a lost consumer group is re-created at 0 and delivers all of it again, nothing that was settled.
+- The fence is (entry, consumer, attempt): only the newest delivery of an entry may move it, also when a
+  stopped process wakes next to its successor of the same name.
+- Commands that would answer differently when sent twice go over a client without retries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from redis import asyncio as aioredis
+from redis import exceptions
+
+from sao.board.messages import fenced_message
+from sao.config.schema import RunConfig
+from sao.ids import uuid7_unix_ms
+from sao.redis_client import Arg, RunKeys, Scripts, connect_redis, redis_errors
+from sao.streams.base import (
+    AppendStatus,
+    DeadLetter,
+    Delivery,
+    FencedError,
+    StreamDepth,
+    StreamName,
+    StreamUnavailableError,
+)
+from sao.streams.dispatch import slot_of
+from sao.streams.redis_reader import GROUP, RedisReader, text_fields
+
+HOUR_MS: Final = 3_600_000
+
+
+class RedisStreams:
+    """sao.streams.base.TrajectoryStreams for one run.
+
+    `client` may repeat commands, `once` must not; blocking reads end within `block_limit_ms`; `samples` is how
+    many rollouts the run wants of one ordinal.
+    """
+
+    def __init__(
+        self,
+        client: aioredis.Redis,
+        once: aioredis.Redis,
+        keys: RunKeys,
+        *,
+        horizon_h: int = 24,
+        block_limit_ms: int = 2500,
+        samples: int = 1,
+    ) -> None:
+        self._client = client
+        self._once = once
+        self._keys = keys
+        # An id's bucket must outlive the hour that it collects, and the horizon after it.
+        self._seen_ttl_ms = (horizon_h + 2) * HOUR_MS
+        self._samples = samples
+        self._scripts = Scripts(client, "sao.streams.lua")
+        self._fenced = Scripts(once, "sao.streams.lua")
+        self._reader = RedisReader(once, keys, block_limit_ms=block_limit_ms)
+
+    @classmethod
+    def connect(cls, config: RunConfig) -> RedisStreams:
+        """The streams of this run; connects at the first call."""
+        return cls(
+            connect_redis(config.redis),
+            connect_redis(config.redis, retries=0),
+            RunKeys(config.run.name),
+            horizon_h=config.ingest.seen_horizon_h,
+            block_limit_ms=int(config.redis.timeout_s * 500),
+        )
+
+    async def ping(self) -> None:
+        with redis_errors("ping"):
+            await self._client.ping()
+
+    async def memory_fraction(self) -> float:
+        with redis_errors("read memory use"):
+            info = await self._client.info("memory")
+        bound = int(info["maxmemory"])
+        return int(info["used_memory"]) / bound if bound else 0.0
+
+    async def append(
+        self,
+        trajectory_id: str,
+        payload: bytes,
+        *,
+        ordinal: int,
+        sample: int,
+        fields: Mapping[str, str],
+    ) -> AppendStatus:
+        slot = slot_of(ordinal, sample, self._samples)
+        names = self._keys
+        keys = [
+            names.stream(StreamName.TRAJECTORIES),
+            names.payload(trajectory_id),
+            names.seen(uuid7_unix_ms(trajectory_id) // HOUR_MS),
+            names.unconsumed,
+            names.frontier,
+            names.winners,
+            names.lease_expiry,
+            names.leases,
+        ]
+        with redis_errors(f"append trajectory {trajectory_id}"):
+            args: list[Arg] = [trajectory_id, payload, slot, self._seen_ttl_ms, *_flat(fields)]
+            reply: bytes = await self._scripts.run("append", keys, args)
+        return AppendStatus(reply.decode())
+
+    async def open_consumer(self, stream: StreamName, consumer: str) -> None:
+        await self._reader.open_consumer(stream, consumer)
+
+    async def read(self, stream: StreamName, consumer: str, *, count: int, block_ms: int) -> list[Delivery]:
+        return await self._reader.read(stream, consumer, count=count, block_ms=block_ms)
+
+    async def claim(self, stream: StreamName, consumer: str, *, idle_ms: int, count: int) -> list[Delivery]:
+        return await self._reader.claim(stream, consumer, idle_ms=idle_ms, count=count)
+
+    async def payload(self, trajectory_id: str) -> bytes | None:
+        with redis_errors(f"read payload {trajectory_id}"):
+            reply: Any = await self._client.get(self._keys.payload(trajectory_id))
+        return None if reply is None else bytes(reply)
+
+    async def move(self, delivery: Delivery, consumer: str, to: StreamName, fields: Mapping[str, str]) -> bool:
+        return await self._hand_over(delivery, consumer, self._keys.stream(to), fields, release=False)
+
+    async def bury(self, delivery: Delivery, consumer: str, reason: str) -> bool:
+        fields = {"stream": delivery.stream.value, "reason": reason, "attempt": str(delivery.attempt)}
+        return await self._hand_over(delivery, consumer, self._keys.dead, fields, release=True)
+
+    async def _hand_over(
+        self, delivery: Delivery, consumer: str, to: str, fields: Mapping[str, str], *, release: bool
+    ) -> bool:
+        keys = [self._keys.stream(delivery.stream), to, self._keys.unconsumed]
+        entry: list[Arg] = [delivery.entry_id, delivery.attempt, delivery.trajectory_id]
+        with redis_errors(f"hand over trajectory {delivery.trajectory_id} from {delivery.stream.value}"):
+            args: list[Arg] = [GROUP, consumer, *entry, int(release), *_flat(fields)]
+            moved: int = await self._fenced.run("hand_over", keys, args)
+        self._reader.let_go([delivery], consumer)
+        return moved == 1
+
+    async def mark_consumed(self, trajectory_ids: Sequence[str]) -> None:
+        if trajectory_ids:
+            with redis_errors("mark consumed"):
+                await self._client.srem(self._keys.unconsumed, *trajectory_ids)
+
+    async def settle(self, deliveries: Sequence[Delivery], consumer: str, *, epoch: int) -> int:
+        owned = 0
+        for stream in StreamName:
+            mine = [delivery for delivery in deliveries if delivery.stream is stream]
+            owned += await self._settle(stream, mine, consumer, epoch)
+        return owned
+
+    async def _settle(self, stream: StreamName, deliveries: Sequence[Delivery], consumer: str, epoch: int) -> int:
+        payloads = [self._keys.payload(delivery.trajectory_id) for delivery in deliveries]
+        keys = [self._keys.stream(stream), self._keys.unconsumed, self._keys.board, *payloads]
+        args: list[Arg] = [GROUP, consumer, epoch]
+        for delivery in deliveries:
+            args += [delivery.entry_id, delivery.attempt, delivery.trajectory_id]
+        with redis_errors(f"settle {len(deliveries)} of {stream.value}"):
+            reply: int | list[int] = await self._fenced.run("settle", keys, args)
+        if isinstance(reply, list):
+            raise FencedError(fenced_message(epoch, reply[0]))
+        self._reader.let_go(deliveries, consumer)
+        return reply
+
+    async def unconsumed(self) -> int:
+        with redis_errors("count unconsumed"):
+            reply: int = await self._client.scard(self._keys.unconsumed)
+        return reply
+
+    async def depth(self, stream: StreamName) -> StreamDepth:
+        key = self._keys.stream(stream)
+        with redis_errors(f"measure {stream.value}"):
+            length = await self._client.xlen(key)
+            pending = 0
+            with contextlib.suppress(exceptions.ResponseError):  # no group yet: nothing was ever delivered
+                pending = (await self._client.xpending(key, GROUP))["pending"]
+            oldest: Any = await self._client.xrange(key, count=1)
+            seconds, micros = await self._client.time()
+        age = seconds + micros / 1e6 - _unix_ms(oldest[0][0]) / 1000 if oldest else 0.0
+        return StreamDepth(length=length, pending=pending, oldest_age_s=max(age, 0.0))
+
+    async def dead_letters(self, *, count: int) -> list[DeadLetter]:
+        with redis_errors("list dead letters"):
+            rows: Any = await self._client.xrevrange(self._keys.dead, count=count)
+        letters = []
+        for entry_id, flat in rows:
+            fields = text_fields(flat)
+            letters.append(
+                DeadLetter(
+                    entry_id=entry_id.decode(),
+                    trajectory_id=fields["_id"],
+                    stream=StreamName(fields["stream"]),
+                    reason=fields["reason"],
+                    attempt=int(fields["attempt"]),
+                    buried_ms=_unix_ms(entry_id),
+                )
+            )
+        return letters
+
+    async def close(self) -> None:
+        for client in (self._client, self._once):
+            with contextlib.suppress(StreamUnavailableError), redis_errors("close"):
+                await client.aclose()
+
+
+def _flat(fields: Mapping[str, str]) -> list[str]:
+    return [text for pair in fields.items() for text in pair]
+
+
+def _unix_ms(entry_id: bytes) -> int:
+    return int(entry_id.split(b"-")[0])

@@ -1,0 +1,142 @@
+"""Wires the reward service: REST and the stream consumer in one process, each ending with the other."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from typing import Any
+
+import uvicorn
+from fastapi import Depends, FastAPI, Request, Response
+from pydantic import SecretStr
+
+import sao.board
+import sao.streams
+from sao.board.base import Board
+from sao.config import ConfigError, RunConfig
+from sao.tasks import TaskLoadError, load_task
+from sao.tasks.base import OffersPreferences, Task
+from sao.tasks.tiny_tokenizer import VocabularyError, tokenizer_of_run
+from sao.telemetry.health import Health
+from sao.telemetry.logs import get_logger
+from sao.telemetry.routes import answer
+from services.reward.consumer import Consumer
+from services.reward.preferences import PATH, PreferenceRoutes, ensure_preference
+from services.reward.problems import ProblemError, install
+from services.reward.retry import patiently
+from services.reward.scorer import TrajectoryScorer
+
+GRACE_S = 3.0
+"""What is in flight at a stop gets this long; the rest stays pending and is scored after the restart."""
+
+TELEMETRY_PATHS = ("/metrics", "/healthz", "/readyz")
+
+log = get_logger(__name__)
+
+
+class Bearer:
+    """Refuses requests without the run's token; lets everything pass when the run has none."""
+
+    def __init__(self, token: SecretStr | None) -> None:
+        self._expected = f"Bearer {token.get_secret_value()}".encode() if token else None
+
+    async def __call__(self, request: Request) -> None:
+        found = request.headers.get("authorization", "").encode()
+        if self._expected is not None and not hmac.compare_digest(found, self._expected):
+            headers = {"WWW-Authenticate": "Bearer"}
+            raise ProblemError(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer <auth.token>", headers=headers)
+
+
+def create_app(task: Task, board: Board, health: Health, token: SecretStr | None) -> FastAPI:
+    """The HTTP side: preferences under /v1, an index at /, telemetry beside it."""
+    app = FastAPI(title="SAO reward", docs_url=None, redoc_url=None)
+    install(app)
+    app.include_router(PreferenceRoutes(board, task).router(), dependencies=[Depends(Bearer(token))])
+
+    async def index() -> dict[str, object]:
+        """What this service is, and where to go."""
+        offered = sorted(task.preferences) if isinstance(task, OffersPreferences) else []
+        return {
+            "service": "reward",
+            "task": task.name,
+            "components": sorted(task.components),
+            "preferences_of_the_task": offered,
+            "endpoints": {
+                f"GET {PATH}": "the current preference; its ETag is the version",
+                f"GET {PATH}/{{version}}": "an earlier preference",
+                f"PUT {PATH}": "change what is rewarded from the next scoring on; If-Match guards against others",
+                "GET /openapi.json": "the schema of the above",
+                "GET /metrics, /healthz, /readyz": "telemetry",
+            },
+        }
+
+    app.add_api_route("/", index, methods=["GET"])
+    # Not a mount at "/": it would answer for every path, and wrong ones would get no problem document.
+    for path in TELEMETRY_PATHS:
+        app.add_api_route(path, _telemetry(health), methods=["GET"], include_in_schema=False)
+    return app
+
+
+def _telemetry(health: Health) -> Callable[[Request], Awaitable[Response]]:
+    async def show(request: Request) -> Response:
+        reply = answer(request.url.path, health)
+        return Response(reply.body, reply.status, headers={"Content-Type": reply.content_type})
+
+    return show
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: sao.process has them."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def main(config: RunConfig, stop: asyncio.Event) -> None:
+    """Serve and score until `stop`; when one of the two ends by itself, so does the process."""
+    try:
+        task = load_task(config.task.name)
+        tokenizer = tokenizer_of_run(config.model.path, task)
+    except (TaskLoadError, VocabularyError) as error:
+        raise ConfigError(key="task.name", message=str(error)) from error
+    settings = config.reward
+    streams, board = sao.streams.connect(config), sao.board.connect(config)
+    health = Health(stalled_after_s=max(60.0, 3 * settings.component_timeout_s))
+    try:
+        await ensure_preference(board, config.preference, task)
+        app = create_app(task, board, health, config.auth.token)
+        server = _Server(
+            uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=2)
+        )
+        family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
+        with socket.create_server((settings.bind, settings.port), family=family) as listener:
+            log.info("reward service listens", bind=settings.bind, port=listener.getsockname()[1], task=task.name)
+            scorer = TrajectoryScorer(task, tokenizer, lambda: patiently(board.preference), settings)
+            await _both(server, listener, Consumer(streams, scorer, settings, health), stop)
+    finally:
+        await streams.close()
+        await board.close()
+
+
+async def _both(server: uvicorn.Server, listener: socket.socket, consumer: Consumer, stop: asyncio.Event) -> None:
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    consuming = asyncio.ensure_future(consumer.run(stop))
+    stopped = asyncio.ensure_future(stop.wait())
+    parts: set[asyncio.Future[Any]] = {serving, consuming, stopped}
+    try:
+        await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        stop.set()
+        server.should_exit = True
+        await asyncio.wait({serving, consuming}, timeout=GRACE_S)
+    finally:
+        for part in parts:
+            part.cancel()
+        results = await asyncio.gather(*parts, return_exceptions=True)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result

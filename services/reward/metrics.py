@@ -1,0 +1,28 @@
+"""Every metric of the reward service; docs/metrics.md has the same list."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram, Summary
+
+OUTCOMES = Counter("sao_reward_outcomes_total", "Scorings that ended, by kind of outcome.", ["kind"])
+COMPONENT_SECONDS = Histogram(
+    "sao_reward_component_seconds",
+    "Time one scorer took for one trajectory, deadline misses included.",
+    ["component"],
+    buckets=(0.0001, 0.001, 0.01, 0.1, 0.5, 1, 5, 10, 30, 60),
+)
+COMPONENT_VALUE = Summary("sao_reward_component_value", "Raw component values of scored trajectories.", ["component"])
+VALUE = Summary("sao_reward_trajectory_value", "Rewards of scored trajectories under the preference of their scoring.")
+BURIED = Counter(
+    "sao_reward_buried_total", "Trajectories moved to the dead letters, by the outcome behind it.", ["kind"]
+)
+LOST = Counter("sao_reward_lost_deliveries_total", "Outcomes thrown away because another consumer owned the delivery.")
+STORE_RETRIES = Counter("sao_reward_store_retries_total", "Calls to streams or board that failed and were tried again.")
+IN_FLIGHT = Gauge("sao_reward_in_flight_trajectories", "Deliveries being scored now.")
+OVERDUE = Gauge("sao_reward_overdue_threads", "Scorer threads still running after their deadline.", ["component"])
+QUEUE = Gauge("sao_reward_queue_trajectories", "Entries on the trajectories stream, delivered or not.")
+QUEUE_AGE = Gauge("sao_reward_queue_age_seconds", "Age of the oldest entry on the trajectories stream.")
+PREFERENCE_VERSION = Gauge(
+    "sao_reward_preference_version", "Newest preference version this process has used or stored."
+)
+PREFERENCE_CHANGES = Counter("sao_reward_preference_changes_total", "Preferences stored by PUT /v1/preferences.")

@@ -1,0 +1,148 @@
+"""GET and PUT /v1/preferences: what is rewarded now, changed while everything runs.
+
+An ETag is the preference version in quotes. When PUT has answered 200 the new version is current on the board:
+every scoring that starts afterwards carries it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from http import HTTPStatus
+
+from fastapi import APIRouter, Request, Response
+from pydantic import ValidationError
+
+from sao.board.base import Board, PreferenceConflictError
+from sao.config import ConfigError
+from sao.preference import Preference, PreferenceDocument
+from sao.tasks.base import Task
+from sao.telemetry.logs import get_logger
+from services.reward import metrics
+from services.reward.problems import ProblemError
+from services.reward.retry import patiently
+
+MAX_BODY_BYTES = 64 * 1024
+PATH = "/v1/preferences"
+
+log = get_logger(__name__)
+
+
+def unknown_components(document: PreferenceDocument, task: Task) -> list[str]:
+    """Components the document reads and the task does not compute."""
+    return sorted(document.components - task.components)
+
+
+async def ensure_preference(board: Board, configured: PreferenceDocument | None, task: Task) -> Preference:
+    """The current preference; when the run has none yet, `configured` or the task's default becomes version 1.
+
+    Raises ConfigError when it reads components that the task does not compute.
+    """
+    current = await patiently(board.preference)
+    document = current.document if current else configured or task.default_preference
+    if unknown := unknown_components(document, task):
+        origin = f"version {current.version} of this run" if current else "the run file's preference"
+        msg = f"{origin} reads {unknown}, task {task.name} computes {sorted(task.components)}"
+        raise ConfigError(key="preference", message=msg)
+    if current is None:
+        try:
+            current = await patiently(lambda: board.put_preference(document, if_version=0))
+        except PreferenceConflictError:
+            return await ensure_preference(board, configured, task)
+    metrics.PREFERENCE_VERSION.set(current.version)
+    return current
+
+
+class PreferenceRoutes:
+    """The three routes over one board."""
+
+    def __init__(self, board: Board, task: Task) -> None:
+        self._board = board
+        self._task = task
+
+    def router(self) -> APIRouter:
+        router = APIRouter()
+        schema = PreferenceDocument.model_json_schema()
+        body = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+        router.add_api_route(PATH, self.current, methods=["GET"])
+        router.add_api_route(f"{PATH}/{{version}}", self.by_version, methods=["GET"])
+        router.add_api_route(PATH, self.put, methods=["PUT"], openapi_extra=body)
+        return router
+
+    async def current(self, request: Request) -> Response:
+        """The current preference."""
+        preference = await self._board.preference()
+        if preference is None:
+            raise ProblemError(HTTPStatus.NOT_FOUND, "no preference is stored yet; PUT one")
+        if request.headers.get("if-none-match") == _etag(preference):
+            return Response(status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": _etag(preference)})
+        return _answer(preference)
+
+    async def by_version(self, version: int) -> Response:
+        """The preference of one version; versions count from 1."""
+        preference = await self._board.preference(version) if version >= 1 else None
+        if preference is None:
+            raise ProblemError(HTTPStatus.NOT_FOUND, f"there is no preference version {version}")
+        return _answer(preference)
+
+    async def put(self, request: Request) -> Response:
+        """Store a document as the next version; with If-Match only when that version is still the current one."""
+        if_version = _if_match(request.headers.get("if-match"))
+        document = await self._document(request)
+        try:
+            stored = await self._board.put_preference(document, if_version=if_version)
+        except PreferenceConflictError as error:
+            raise ProblemError(HTTPStatus.PRECONDITION_FAILED, str(error)) from error
+        metrics.PREFERENCE_VERSION.set(stored.version)
+        metrics.PREFERENCE_CHANGES.inc()
+        client = request.client.host if request.client else ""
+        log.info("preference changed", version=stored.version, preference=document.model_dump(), client=client)
+        return _answer(stored)
+
+    async def _document(self, request: Request) -> PreferenceDocument:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                msg = f"a preference document has at most {MAX_BODY_BYTES} bytes"
+                raise ProblemError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, msg)
+        try:
+            document = PreferenceDocument.model_validate_json(bytes(body))
+        except ValidationError as error:
+            raise _malformed(error) from error
+        if unknown := unknown_components(document, self._task):
+            known = sorted(self._task.components)
+            msg = f"task {self._task.name} does not compute {', '.join(unknown)}; it computes {', '.join(known)}"
+            extra: dict[str, object] = {"unknown_components": unknown, "components": known}
+            raise ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, msg, extra=extra)
+        return document
+
+
+def _malformed(error: ValidationError) -> ProblemError:
+    errors = [{"pointer": _pointer(item["loc"]), "detail": item["msg"]} for item in error.errors(include_url=False)]
+    detail = "; ".join(f"{item['pointer'] or 'document'}: {item['detail']}" for item in errors)
+    return ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, detail, extra={"errors": errors})
+
+
+def _pointer(path: Iterable[int | str]) -> str:
+    return "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in path)
+
+
+def _if_match(header: str | None) -> int | None:
+    """The version an If-Match demands; `*` demands nothing, since there always is one."""
+    if header is None or header.strip() == "*":
+        return None
+    match = re.fullmatch(r'\s*"([0-9]{1,15})"\s*', header)
+    if match is None:
+        msg = f'If-Match is {header!r}; send the ETag of GET {PATH}, for example "3"'
+        raise ProblemError(HTTPStatus.BAD_REQUEST, msg)
+    return int(match[1])
+
+
+def _etag(preference: Preference) -> str:
+    return f'"{preference.version}"'
+
+
+def _answer(preference: Preference) -> Response:
+    headers = {"ETag": _etag(preference), "Cache-Control": "no-cache"}
+    return Response(preference.model_dump_json(), headers=headers, media_type="application/json")

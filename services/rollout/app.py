@@ -1,0 +1,117 @@
+"""Wires the rollout worker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+
+from sao import board as boards
+from sao.config import RunConfig
+from sao.tasks import load_task
+from sao.tasks.prompts import load_prompts, prompt_for
+from sao.telemetry.health import Health
+from sao.telemetry.http import TelemetryServer
+from sao.tokenizer import FileTokenizer
+from sao.weights.filesystem import FileSystemVersionStore
+from services.rollout.checkpoint import TOKENIZER_FILE, first_checkpoint, vocabulary_size
+from services.rollout.engines.base import Engine
+from services.rollout.engines.sglang import SGLangEngine
+from services.rollout.episode import EpisodeLimits, EpisodeRunner
+from services.rollout.folder import TrajectoryFolder
+from services.rollout.ingest_client import call_metadata, make_stub, open_channel
+from services.rollout.publisher import Publisher
+from services.rollout.rotation import Rotation
+from services.rollout.worker import Worker
+
+
+async def main(config: RunConfig, stop: asyncio.Event) -> None:
+    """Run one worker until `stop`."""
+    health = Health(stalled_after_s=config.ingest.episode_deadline_s + config.rollout.turn_timeout_s)
+    # Where ingest binds, metrics bind: a run on loopback shows nothing to the network.
+    telemetry = TelemetryServer(health, config.ingest.bind, config.rollout.metrics_port)
+    telemetry.start()
+    board = boards.connect(config)
+    try:
+        store = FileSystemVersionStore(config.versions_dir, min_free_bytes=0)
+        health.idle("waiting for the first weight version")
+        checkpoint = await first_checkpoint(store, board, stop)
+        if checkpoint is None:
+            return
+        vocab_size = vocabulary_size(checkpoint)
+        tokenizer = FileTokenizer(checkpoint / TOKENIZER_FILE)
+        engines = _engines(config, vocab_size)
+        rotation = Rotation(board, engines)
+        async with open_channel(config) as channel:
+            worker, publisher = _worker(config, channel, rotation, tokenizer, health)
+            health.set_ready(True)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    background = [
+                        group.create_task(rotation.run()),
+                        group.create_task(publisher.keep_draining()),
+                    ]
+                    await worker.run(stop)
+                    for task in background:
+                        task.cancel()
+            finally:
+                for engine in engines.values():
+                    await engine.close()
+    finally:
+        await board.close()
+        telemetry.close()
+
+
+def _engines(config: RunConfig, vocab_size: int) -> dict[str, Engine]:
+    key = config.engine.api_key.get_secret_value() if config.engine.api_key else None
+    named = {f"engine-{index}": url for index, url in enumerate(config.engine.urls)}
+    return {name: SGLangEngine(name, url, vocab_size, api_key=key) for name, url in named.items()}
+
+
+def _worker(
+    config: RunConfig,
+    channel: grpc.aio.Channel,
+    rotation: Rotation,
+    tokenizer: FileTokenizer,
+    health: Health,
+) -> tuple[Worker, Publisher]:
+    rollout = config.rollout
+    task = load_task(config.task.name)
+    prompts = load_prompts(config.task.prompts or task.prompts_path)
+    stub = make_stub(channel)
+    metadata = call_metadata(config)
+    runner = EpisodeRunner(
+        run=config.run.name,
+        worker_id=rollout.worker_id,
+        task=task,
+        tokenizer=tokenizer,
+        prompt_of=lambda ordinal: prompt_for(prompts, ordinal, config.run.seed),
+        rotation=rotation,
+        limits=EpisodeLimits(
+            max_turns=rollout.max_turns,
+            max_new_tokens=rollout.max_new_tokens,
+            max_tokens=rollout.max_tokens,
+            turn_timeout_s=rollout.turn_timeout_s,
+        ),
+    )
+    call_timeout_s = 2 * config.redis.timeout_s
+    publisher = Publisher(
+        stub,
+        dead=TrajectoryFolder(config.run.dir / "dead"),
+        spool=TrajectoryFolder(rollout.spool_dir) if rollout.spool_dir else None,
+        attempts=rollout.publish_attempts,
+        call_timeout_s=call_timeout_s,
+        metadata=metadata,
+    )
+    worker = Worker(
+        rollout.worker_id,
+        stub=stub,
+        runner=runner,
+        publisher=publisher,
+        health=health,
+        concurrency=rollout.concurrency,
+        renew_every_s=config.ingest.lease_ttl_s / 3,
+        call_timeout_s=call_timeout_s,
+        metadata=metadata,
+    )
+    return worker, publisher

@@ -1,0 +1,198 @@
+"""One rollout: act, observe, act, ... until the environment is done or a limit is reached. Token ids throughout.
+
+    ids = prompt;  repeat:  action <- engine(ids);  ids += action;  observation <- environment(action);  ids += it
+
+Every turn's prompt is the ids before it by construction: nothing is decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sao.ids import uuid7
+from sao.tasks.base import Episode, Observation, Prompt, Task
+from sao.telemetry.logs import get_logger
+from sao.tokenizer import Tokenizer
+from sao.v1 import ingest_pb2
+from sao.v1 import trajectory_pb2 as pb
+from services.rollout import metrics
+from services.rollout.engines.base import SAMPLING, EngineError, Finish, Turn
+from services.rollout.rotation import Rotation
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    max_turns: int
+    max_new_tokens: int
+    """Per turn."""
+    max_tokens: int
+    """Prompt, actions and observations together."""
+    turn_timeout_s: float
+    """For each of: getting an engine, the turn, the wait for its version's check, the environment's answer."""
+
+
+class UnplayableError(Exception):
+    """The task gives no episode for this prompt, or one with no room for an action: no attempt can succeed."""
+
+
+@dataclass
+class _Draft:
+    """What has happened so far."""
+
+    ids: list[int]
+    segments: list[pb.Segment] = field(default_factory=list)
+    timings: list[pb.TurnTiming] = field(default_factory=list)
+    engine_id: str = ""
+
+    def act(self, turn: Turn, engine_id: str, started_s: float) -> None:
+        spans = [pb.VersionSpan(version=span.version, start=span.start, end=span.end) for span in turn.spans]
+        self.segments.append(
+            pb.Segment(kind=pb.SEGMENT_KIND_ACTION, token_ids=turn.token_ids, logprobs=turn.logprobs, versions=spans)
+        )
+        self.timings.append(pb.TurnTiming(started_s=started_s, engine_s=turn.engine_s))
+        self.ids.extend(turn.token_ids)
+        self.engine_id = engine_id
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        self.segments.append(pb.Segment(kind=pb.SEGMENT_KIND_OBSERVATION, token_ids=token_ids))
+        self.ids.extend(token_ids)
+
+
+class EpisodeRunner:
+    """Plays episodes of one task; any number at a time."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        worker_id: str,
+        task: Task,
+        tokenizer: Tokenizer,
+        prompt_of: Callable[[int], Prompt],
+        rotation: Rotation,
+        limits: EpisodeLimits,
+    ) -> None:
+        self._run = run
+        self._worker_id = worker_id
+        self._task = task
+        self._tokenizer = tokenizer
+        self._prompt_of = prompt_of
+        self._rotation = rotation
+        self._limits = limits
+
+    async def play(self, lease: ingest_pb2.PromptLease, attempt: int) -> pb.Trajectory:
+        """A finished trajectory for this lease.
+
+        Raises EngineError when a turn failed (the attempt is worth nothing), UnplayableError.
+        """
+        trajectory_id = uuid7()
+        started = time.monotonic()
+        prompt = self._prompt_of(lease.ordinal)
+        environment, prompt_ids = self._begin(prompt)
+        draft = _Draft(list(prompt_ids))
+        finish = await self._turns(draft, environment, trajectory_id)
+        metrics.EPISODE_SECONDS.observe(time.monotonic() - started)
+        metrics.EPISODES.labels(pb.FinishReason.Name(finish).removeprefix("FINISH_REASON_").lower()).inc()
+        _count_tokens(prompt_ids, draft.segments)
+        return pb.Trajectory(
+            id=trajectory_id,
+            run=self._run,
+            task=self._task.name,
+            prompt_id=prompt.id,
+            ordinal=lease.ordinal,
+            sample=lease.sample,
+            attempt=attempt,
+            prompt_token_ids=prompt_ids,
+            segments=draft.segments,
+            sampling=SAMPLING,
+            finish_reason=finish,
+            engine_id=draft.engine_id,
+            worker_id=self._worker_id,
+            turns=draft.timings,
+            task_payload_json=json.dumps(dict(environment.task_payload), separators=(",", ":")),
+            lease_id=lease.lease_id,
+            traceparent=f"00-{uuid.UUID(trajectory_id).hex}-{uuid.uuid4().hex[:16]}-01",
+        )
+
+    def _begin(self, prompt: Prompt) -> tuple[Episode, list[int]]:
+        try:
+            environment = self._task.episode(prompt, self._tokenizer)
+            prompt_ids = list(environment.prompt_token_ids)
+        except Exception as error:
+            msg = f"prompt {prompt.id}: task {self._task.name} gives no episode: {type(error).__name__}: {error}"
+            raise UnplayableError(msg) from error
+        if not 1 <= len(prompt_ids) < self._limits.max_tokens:
+            msg = f"prompt {prompt.id}: {len(prompt_ids)} tokens, expected 1 to rollout.max_tokens - 1 "
+            raise UnplayableError(msg + f"({self._limits.max_tokens - 1})")
+        return environment, prompt_ids
+
+    async def _turns(self, draft: _Draft, environment: Episode, trajectory_id: str) -> pb.FinishReason.ValueType:
+        for number in range(1, self._limits.max_turns + 1):
+            room = self._limits.max_tokens - len(draft.ids)
+            turn = await self._act(draft, environment.stop_token_ids, min(room, self._limits.max_new_tokens))
+            if turn.finish is Finish.LENGTH:
+                return pb.FINISH_REASON_LENGTH
+            started = time.monotonic()
+            observation = await self._observe(environment, turn, trajectory_id)
+            draft.timings[-1].environment_s = time.monotonic() - started
+            metrics.ENVIRONMENT_SECONDS.observe(draft.timings[-1].environment_s)
+            if observation is None:
+                return pb.FINISH_REASON_ENV_ERROR
+            # Another turn needs room for the whole observation and at least one token after it.
+            fits = len(draft.ids) + len(observation.token_ids) + (not observation.done) <= self._limits.max_tokens
+            if observation.token_ids and fits:
+                draft.observe(observation.token_ids)
+            if observation.done:
+                return pb.FINISH_REASON_STOP
+            if not fits:
+                return pb.FINISH_REASON_LENGTH
+            if not observation.token_ids:
+                log.error("environment gave no tokens to react to and is not done", trajectory=trajectory_id)
+                return pb.FINISH_REASON_ENV_ERROR
+            if number == self._limits.max_turns:
+                return pb.FINISH_REASON_TURN_LIMIT
+        msg = f"max_turns {self._limits.max_turns}, expected at least 1"
+        raise ValueError(msg)
+
+    async def _act(self, draft: _Draft, stop_token_ids: Sequence[int], max_new_tokens: int) -> Turn:
+        limit = self._limits.turn_timeout_s
+        started_s = time.time()
+        async with self._rotation.turn(timeout_s=limit, prefer=draft.engine_id or None) as engine:
+            try:
+                turn = await engine.generate(
+                    draft.ids,
+                    max_new_tokens=max_new_tokens,
+                    stop_token_ids=stop_token_ids,
+                    rid=uuid.uuid4().hex,
+                    timeout_s=limit,
+                )
+            except EngineError as error:
+                metrics.ENGINE_ERRORS.labels(engine.engine_id, error.kind).inc()
+                raise
+        await self._rotation.verified(engine.engine_id, turn.versions, timeout_s=limit)
+        metrics.TURN_SECONDS.labels(engine.engine_id).observe(turn.engine_s)
+        draft.act(turn, engine.engine_id, started_s)
+        return turn
+
+    async def _observe(self, environment: Episode, turn: Turn, trajectory_id: str) -> Observation | None:
+        """The environment's answer; None when it broke or passed its deadline."""
+        try:
+            async with asyncio.timeout(self._limits.turn_timeout_s):
+                return await asyncio.to_thread(environment.observe, turn.token_ids)
+        except Exception:
+            log.exception("environment failed", trajectory=trajectory_id, task=self._task.name)
+            return None
+
+
+def _count_tokens(prompt_ids: Sequence[int], segments: Sequence[pb.Segment]) -> None:
+    metrics.TOKENS.labels("prompt").inc(len(prompt_ids))
+    for segment in segments:
+        kind = "action" if segment.kind == pb.SEGMENT_KIND_ACTION else "observation"
+        metrics.TOKENS.labels(kind).inc(len(segment.token_ids))

@@ -1,0 +1,21 @@
+"""What the ingest counts."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+TRAJECTORIES = Counter("sao_ingest_trajectories_total", "Published trajectories, by the answer", ["status"])
+VIOLATIONS = Counter("sao_ingest_violations_total", "Violated invariants", ["code"])
+TRAJECTORY_TOKENS = Histogram(
+    "sao_ingest_trajectory_tokens", "Length of accepted trajectories", buckets=[2**n for n in range(4, 19)]
+)
+PUBLISH_SECONDS = Histogram("sao_ingest_publish_seconds", "Validation and append of one trajectory")
+LEASES = Counter("sao_ingest_leases_total", "Prompt leases, by what became of them", ["event"])
+LEASES_LIVE = Gauge("sao_ingest_leases_live", "Leases held by workers now")
+LEASES_EXPIRED = Gauge("sao_ingest_leases_expired", "Leases that ran out and wait to be given again")
+FRONTIER = Gauge("sao_ingest_frontier_ordinal", "Every prompt below this ordinal is done")
+ADMISSION = Gauge("sao_ingest_admission_state", "1 for what the last lease request was answered", ["state"])
+ADMISSION_LIMIT = Gauge("sao_ingest_admission_limit_trajectories", "The most trajectories leased or unconsumed")
+UNCONSUMED = Gauge("sao_ingest_unconsumed_trajectories", "Durable and not yet consumed by the trainer")
+STORE_MEMORY = Gauge("sao_ingest_store_memory_ratio", "Used share of the stream store's memory bound")
+STORE_ERRORS = Counter("sao_ingest_store_errors_total", "Calls that the stream store did not serve", ["kind"])

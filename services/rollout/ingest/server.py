@@ -1,0 +1,239 @@
+"""TrajectoryIngestService: validate once, append, answer only when durable; lease prompts.
+
+| status | because |
+|---|---|
+| INVALID_ARGUMENT | an invariant is violated; the text names every one |
+| FAILED_PRECONDITION | the id is older than the horizon within which duplicates can be recognised |
+| RESOURCE_EXHAUSTED | back-pressure; `retry-after-ms` says when to come again |
+| UNAVAILABLE | the store does not answer, or no weight version is known yet; `retry-after-ms` as well |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from sao.config import RunConfig
+from sao.ids import uuid7_unix_ms
+from sao.invariants import Limits, unknown_versions, violations
+from sao.streams.base import AppendStatus, StreamFullError, StreamUnavailableError, TrajectoryStreams
+from sao.telemetry.logs import get_logger
+from sao.v1 import ingest_pb2 as pb
+from sao.v1 import ingest_pb2_grpc, trajectory_pb2
+from services.rollout.ingest import metrics
+from services.rollout.ingest.admission import Admission, show
+from services.rollout.ingest.known import KnownVersions
+from services.rollout.ingest.leases.base import Lease, LeaseLedger
+
+log = get_logger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+RETRY_AFTER_MS = "retry-after-ms"
+_BUSY_RETRY_MS = 500
+_FULL_RETRY_MS = 50
+_FINISHED_RETRY_MS = 1000
+_MAX_LEASES = 1024
+_STATUS = {
+    AppendStatus.ACCEPTED: pb.PUBLISH_STATUS_ACCEPTED,
+    AppendStatus.DUPLICATE: pb.PUBLISH_STATUS_DUPLICATE,
+    AppendStatus.SUPERSEDED: pb.PUBLISH_STATUS_SUPERSEDED,
+}
+
+
+class RefusedError(Exception):
+    """A call that gets a status other than OK."""
+
+    def __init__(self, code: grpc.StatusCode, label: str, text: str, retry_after_ms: int = 0) -> None:
+        self.code = code
+        self.label = label
+        """For the metrics."""
+        self.retry_after_ms = retry_after_ms
+        super().__init__(text)
+
+
+class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
+    """The service over one run's streams, board and ledger; refuses everything until `open`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        streams: TrajectoryStreams,
+        ledger: LeaseLedger,
+        known: KnownVersions,
+        admission: Admission,
+        clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+    ) -> None:
+        self._config = config
+        self._streams = streams
+        self._ledger = ledger
+        self._known = known
+        self._admission = admission
+        self._clock_ms = clock_ms
+        self._limits: Limits | None = None
+
+    def open(self, limits: Limits) -> None:
+        """Start serving under these limits."""
+        self._limits = limits
+
+    async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:  # noqa: N802
+        try:
+            status = await self._publish(request.trajectory)
+        except RefusedError as refusal:
+            await _abort(context, refusal)
+        return pb.PublishResponse(id=request.trajectory.id, status=status)
+
+    async def PublishStream(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.PublishStreamRequest], _context: Context
+    ) -> AsyncIterator[pb.PublishStreamResponse]:
+        async for request in request_iterator:
+            trajectory = request.trajectory
+            try:
+                yield pb.PublishStreamResponse(id=trajectory.id, status=await self._publish(trajectory))
+            except RefusedError as refusal:
+                error = pb.PublishError(
+                    code=refusal.code.value[0], message=str(refusal), retry_after_ms=refusal.retry_after_ms
+                )
+                yield pb.PublishStreamResponse(id=trajectory.id, error=error)
+
+    async def LeasePrompts(self, request: pb.LeasePromptsRequest, context: Context) -> pb.LeasePromptsResponse:  # noqa: N802
+        try:
+            response = await self._lease(request)
+        except RefusedError as refusal:
+            await _abort(context, refusal)
+        show(response.admission)
+        return response
+
+    async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:  # noqa: N802
+        ttl_ms = round(self._config.ingest.lease_ttl_s * 1000)
+        try:
+            renewed = await self._ledger.renew(
+                request.worker_id, request.lease_ids, now_ms=self._clock_ms(), ttl_ms=ttl_ms
+            )
+        except (StreamUnavailableError, StreamFullError) as error:
+            await _abort(context, _store_refusal(error))
+        metrics.LEASES.labels("renewed").inc(len(renewed))
+        metrics.LEASES.labels("lost").inc(len(request.lease_ids) - len(renewed))
+        return pb.RenewLeasesResponse(renewed=map(_message, renewed))
+
+    async def _publish(self, trajectory: trajectory_pb2.Trajectory) -> pb.PublishStatus.ValueType:
+        try:
+            with metrics.PUBLISH_SECONDS.time():
+                status = await self._accept(trajectory)
+        except RefusedError as refusal:
+            metrics.TRAJECTORIES.labels(refusal.label).inc()
+            log.warning("trajectory refused", trajectory=trajectory.id, why=refusal.label, text=str(refusal))
+            raise
+        metrics.TRAJECTORIES.labels(status.value).inc()
+        if status is AppendStatus.ACCEPTED:
+            tokens = sum(len(segment.token_ids) for segment in trajectory.segments) + len(trajectory.prompt_token_ids)
+            metrics.TRAJECTORY_TOKENS.observe(tokens)
+        log.info("trajectory published", trajectory=trajectory.id, ordinal=trajectory.ordinal, status=status.value)
+        return _STATUS[status]
+
+    async def _accept(self, trajectory: trajectory_pb2.Trajectory) -> AppendStatus:
+        limits = self._serving()
+        try:
+            await self._validate(trajectory, limits)
+            used = await self._admission.back_pressure()
+            if used is not None:
+                text = f"stream store is {used:.0%} full, the mark is {self._config.redis.back_pressure_at:.0%}"
+                raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "back_pressure", text, _BUSY_RETRY_MS)
+            return await self._streams.append(
+                trajectory.id,
+                trajectory.SerializeToString(),
+                ordinal=trajectory.ordinal,
+                sample=trajectory.sample,
+                fields={"task": trajectory.task, "ordinal": str(trajectory.ordinal)},
+            )
+        except (StreamUnavailableError, StreamFullError) as error:
+            raise _store_refusal(error) from error
+
+    async def _validate(self, trajectory: trajectory_pb2.Trajectory, limits: Limits) -> None:
+        known = self._known.names
+        if unknown_versions(trajectory, known):
+            known = await self._known.refresh()
+        found = violations(trajectory, limits, known)
+        if found:
+            for violation in found:
+                metrics.VIOLATIONS.labels(violation.code.value).inc()
+            text = f"trajectory {trajectory.id[:64]!r} violates " + "; ".join(map(str, found))
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "invalid", text[:4000])
+        horizon_h = self._config.ingest.seen_horizon_h
+        age_h = (self._clock_ms() - uuid7_unix_ms(trajectory.id)) / 3_600_000
+        if age_h > horizon_h:
+            text = f"trajectory {trajectory.id} is {age_h:.1f} h old, expected at most {horizon_h} h (seen_horizon_h)"
+            raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, "expired", text)
+
+    async def _lease(self, request: pb.LeasePromptsRequest) -> pb.LeasePromptsResponse:
+        self._serving()
+        if not request.worker_id or not 1 <= request.max_leases <= _MAX_LEASES:
+            found = f"worker_id {request.worker_id[:64]!r}, max_leases {request.max_leases}"
+            text = f"{found}; expected a name and 1 to {_MAX_LEASES}"
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "invalid", text)
+        ingest = self._config.ingest
+        now_ms = self._clock_ms()
+        try:
+            state = await self._admission.state()
+            if state == pb.ADMISSION_STATE_FINISHED:
+                return pb.LeasePromptsResponse(admission=state, retry_after_ms=_FINISHED_RETRY_MS)
+            if state == pb.ADMISSION_STATE_BACK_PRESSURE:
+                return pb.LeasePromptsResponse(admission=state, retry_after_ms=_BUSY_RETRY_MS)
+            granted = await self._ledger.lease(
+                request.worker_id,
+                request.max_leases,
+                limit=self._config.admission_limit,
+                now_ms=now_ms,
+                ttl_ms=round(ingest.lease_ttl_s * 1000),
+                deadline_ms=now_ms + round(ingest.episode_deadline_s * 1000),
+            )
+        except StreamFullError:
+            state = pb.ADMISSION_STATE_BACK_PRESSURE
+            return pb.LeasePromptsResponse(admission=state, retry_after_ms=_BUSY_RETRY_MS)
+        except StreamUnavailableError as error:
+            raise _store_refusal(error) from error
+        metrics.LEASES.labels("granted").inc(sum(lease.attempt == 1 for lease in granted))
+        metrics.LEASES.labels("granted_again").inc(sum(lease.attempt > 1 for lease in granted))
+        full = len(granted) < request.max_leases
+        return pb.LeasePromptsResponse(
+            leases=map(_message, granted),
+            admission=pb.ADMISSION_STATE_FULL if full else pb.ADMISSION_STATE_OPEN,
+            retry_after_ms=_FULL_RETRY_MS if full else 0,
+        )
+
+    def _serving(self) -> Limits:
+        if self._limits is None:
+            text = "the run has no weight version yet, so nothing can be validated; come again"
+            raise RefusedError(grpc.StatusCode.UNAVAILABLE, "unavailable", text, _BUSY_RETRY_MS)
+        return self._limits
+
+
+def _store_refusal(error: StreamUnavailableError | StreamFullError) -> RefusedError:
+    if isinstance(error, StreamFullError):
+        metrics.STORE_ERRORS.labels("full").inc()
+        return RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "back_pressure", str(error), _BUSY_RETRY_MS)
+    metrics.STORE_ERRORS.labels("unavailable").inc()
+    text = f"stream store does not answer: {error}"
+    return RefusedError(grpc.StatusCode.UNAVAILABLE, "unavailable", text, _BUSY_RETRY_MS)
+
+
+async def _abort(context: Context, refusal: RefusedError) -> NoReturn:
+    trailer = ((RETRY_AFTER_MS, str(refusal.retry_after_ms)),) if refusal.retry_after_ms else ()
+    await context.abort(refusal.code, str(refusal), trailer)
+    raise AssertionError  # abort has raised
+
+
+def _message(lease: Lease) -> pb.PromptLease:
+    return pb.PromptLease(
+        lease_id=lease.lease_id,
+        ordinal=lease.ordinal,
+        sample=lease.sample,
+        attempt=lease.attempt,
+        expires_ms=lease.expires_ms,
+        deadline_ms=lease.deadline_ms,
+    )

@@ -1,0 +1,165 @@
+"""Which engine the next turn runs on, and when a finished turn may be believed.
+
+- A turn starts only on an engine in rotation, as the board said at most `refresh_s` ago.
+- A finished turn is withheld until its engine has passed the canary of every version that sampled it: turns that
+  resume while an engine verifies itself sample under weights that nobody has checked yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import TypeVar
+
+from sao.board.base import Board, EngineFacts, EngineState
+from sao.streams.base import StreamUnavailableError
+from sao.telemetry.logs import get_logger
+from services.rollout import metrics
+from services.rollout.engines.base import Engine, EngineError, EngineTimeoutError, EngineUnavailableError
+
+log = get_logger(__name__)
+_T = TypeVar("_T")
+
+_COOL_OFF_S = 5.0
+"""An engine that failed a turn is the last choice for this long: it has no load, so it would draw every turn."""
+
+
+class NoEngineError(EngineError):
+    """No engine came into rotation within the deadline."""
+
+    kind = "no_engine"
+
+    def __init__(self, timeout_s: float, states: object) -> None:
+        super().__init__("rotation", f"no engine in rotation within {timeout_s:g} s, engines: {states}")
+
+
+class UnverifiedVersionError(EngineError):
+    """A version that sampled this turn was not verified on its engine, so the turn can't be used."""
+
+    kind = "unverified"
+
+
+class Rotation:
+    """A cached view of the board's engines, with this worker's own load on each."""
+
+    def __init__(
+        self,
+        board: Board,
+        engines: Mapping[str, Engine],
+        *,
+        refresh_s: float = 0.05,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._board = board
+        self._engines = dict(engines)
+        self._refresh_s = refresh_s
+        self._clock = clock
+        self._facts: dict[str, EngineFacts] = {}
+        self._verified: dict[str, set[str]] = {engine_id: set() for engine_id in engines}
+        self._load = dict.fromkeys(engines, 0)
+        self._idle_since = dict.fromkeys(engines, clock())
+        self._failed_at = dict.fromkeys(engines, float("-inf"))
+        self._changed = asyncio.Condition()
+
+    def load(self, engine_id: str) -> int:
+        """Turns of this worker in flight there."""
+        return self._load[engine_id]
+
+    async def refresh(self) -> None:
+        """Read the board once and wake whoever waits."""
+        facts = await self._board.engines()
+        async with self._changed:
+            self._facts = {engine_id: found for engine_id, found in facts.items() if engine_id in self._engines}
+            for engine_id, found in self._facts.items():
+                # The board keeps the last 16; a long turn may have crossed more.
+                self._verified[engine_id].update(found.verified)
+            self._changed.notify_all()
+        for engine_id, count in self._load.items():
+            if count == 0:
+                self._count_idle(engine_id)
+
+    async def run(self) -> None:
+        """Refresh until cancelled; a board that does not answer leaves the view as it was."""
+        answers = True
+        while True:
+            try:
+                await self.refresh()
+            except StreamUnavailableError as error:
+                if answers:
+                    log.warning("board does not answer, the view of the engines is stale", error=str(error))
+                answers = False
+            else:
+                answers = True
+            await asyncio.sleep(self._refresh_s)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, *, timeout_s: float, prefer: str | None = None) -> AsyncIterator[Engine]:
+        """An engine in rotation for one turn: `prefer` while it is in, else the least loaded one.
+
+        Raises NoEngineError when none is in rotation within `timeout_s`.
+        """
+        started = self._clock()
+        engine_id = await self._wait(lambda: self._choose(prefer), timeout_s)
+        if engine_id is None:
+            states = {name: facts.state.value for name, facts in self._facts.items()} or "none on the board"
+            raise NoEngineError(timeout_s, states)
+        metrics.ROTATION_WAIT_SECONDS.observe(self._clock() - started)
+        self._count_idle(engine_id)
+        self._load[engine_id] += 1
+        metrics.ENGINE_TURNS.labels(engine_id).set(self._load[engine_id])
+        try:
+            yield self._engines[engine_id]
+        except (EngineUnavailableError, EngineTimeoutError):
+            self._failed_at[engine_id] = self._clock()
+            raise
+        finally:
+            self._load[engine_id] -= 1
+            self._idle_since[engine_id] = self._clock()
+            metrics.ENGINE_TURNS.labels(engine_id).set(self._load[engine_id])
+
+    async def verified(self, engine_id: str, versions: Iterable[str], *, timeout_s: float) -> None:
+        """Return when the engine has passed the canary of all these versions.
+
+        Raises UnverifiedVersionError after `timeout_s`, or at once when the engine is quarantined.
+        """
+        wanted = set(versions)
+        started = self._clock()
+
+        def settled() -> bool | None:
+            if wanted <= self._verified[engine_id]:
+                return True
+            facts = self._facts.get(engine_id)
+            return False if facts is not None and facts.state is EngineState.QUARANTINED else None
+
+        outcome = await self._wait(settled, timeout_s)
+        metrics.WITHHELD_SECONDS.observe(self._clock() - started)
+        if not outcome:
+            missing = sorted(wanted - self._verified[engine_id])
+            why = "engine is quarantined" if outcome is False else f"not within {timeout_s:g} s"
+            raise UnverifiedVersionError(engine_id, f"versions {missing} have not passed their canary: {why}")
+
+    def _choose(self, prefer: str | None) -> str | None:
+        serving = [engine_id for engine_id, facts in self._facts.items() if facts.in_rotation]
+        sound = [engine_id for engine_id in serving if self._clock() - self._failed_at[engine_id] >= _COOL_OFF_S]
+        if prefer in sound:
+            return prefer
+        return min(sound or serving, key=lambda engine_id: self._load[engine_id], default=None)
+
+    async def _wait(self, condition: Callable[[], _T | None], timeout_s: float) -> _T | None:
+        """The first value that is not None; None after `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                while True:
+                    value = condition()
+                    if value is not None:
+                        return value
+                    await self._changed.wait()
+        return None
+
+    def _count_idle(self, engine_id: str) -> None:
+        if self._load[engine_id] == 0:
+            now = self._clock()
+            metrics.ENGINE_IDLE.labels(engine_id).inc(now - self._idle_since[engine_id])
+            self._idle_since[engine_id] = now

@@ -1,0 +1,5 @@
+"""`python -m services.trainer --config RUN.toml`."""
+
+from services.trainer.app import main
+
+main()

@@ -1,0 +1,203 @@
+"""Wires the trainer: backend, stream, board, stores, loop. `python -m services.trainer --config RUN.toml`.
+
+With `trainer.ranks` above 1 this process is rank 0 and starts the others itself; under
+`torchrun --nproc-per-node N -m services.trainer --config RUN.toml` each process finds its rank in its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+import sao.board
+import sao.streams
+from sao.archive import Archive
+from sao.board.base import Board, TrainerFacts, TrainerState
+from sao.config import ConfigError
+from sao.config.schema import RunConfig
+from sao.invariants import Limits
+from sao.process import run_service
+from sao.streams.base import TrajectoryStreams
+from sao.tasks import load_task
+from sao.tasks.prompt_files import load_prompts
+from sao.telemetry.health import Health
+from sao.telemetry.http import TelemetryServer
+from sao.telemetry.logs import get_logger
+from sao.tokenizer import FileTokenizer
+from sao.weights.filesystem import FileSystemVersionStore
+from services.trainer.backends.base import TrainingBackend
+from services.trainer.canary import SEQUENCES, canary_sequences
+from services.trainer.checkpoint import Checkpoint, CheckpointStore, Progress
+from services.trainer.consumer import Consumer
+from services.trainer.core.sao import SaoSettings, SaoUpdate
+from services.trainer.launch import own_rank, started_followers
+from services.trainer.loop import Parts, TrainerLoop, fresh_progress
+from services.trainer.outage import ride_out
+from services.trainer.publisher import Publisher
+from services.trainer.ranks import Ranks, follow
+from services.trainer.recovery import lost_work
+from services.trainer.warm_start_key import initial_model_path
+
+log = get_logger(__name__)
+
+
+def main() -> NoReturn:
+    """Entry point of the process."""
+    run_service("trainer", serve)
+
+
+async def serve(config: RunConfig, stop: asyncio.Event) -> None:
+    """Train until the run's last update or until `stop`."""
+    if config.trainer.device != "cuda":
+        torch.set_num_threads(1)
+    if own_rank() > 0:
+        _follow(config)
+        return
+    health = Health(config.trainer.starvation_timeout_s)
+    telemetry = TelemetryServer(health, config.ingest.bind, config.trainer.metrics_port)
+    log.info("telemetry", port=telemetry.start())
+    try:
+        async with _stores(config) as (streams, board):
+            await _train(config, stop, streams, board, health)
+    finally:
+        telemetry.close()
+
+
+async def _train(
+    config: RunConfig, stop: asyncio.Event, streams: TrajectoryStreams, board: Board, health: Health
+) -> None:
+    checkpoints = CheckpointStore(
+        config.run.dir / "checkpoints",
+        config.run.name,
+        config.checkpoint.keep_last,
+        config.checkpoint.keep_every,
+        config.checkpoint.free_space_mb << 20,
+    )
+    restored = checkpoints.newest()
+    epoch = await ride_out(board.new_trainer_epoch)
+    progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
+    if config.run.updates is not None and progress.update >= config.run.updates:
+        await ride_out(lambda: board.write_trainer(_finished(progress, epoch)))
+        log.info("the run is over already", update=progress.update, updates=config.run.updates)
+        return
+    initial = _initial_model(config)
+    archive = Archive(config.run.dir / "archive")
+    consumer = Consumer(
+        streams,
+        board,
+        config.trainer,
+        model_limits(config, initial),
+        epoch=epoch,
+        restored=progress.unsettled_ids,
+        dropped=Counter(progress.dropped),
+    )
+    consumer.requeue(await lost_work(archive, progress, streams))
+    publisher = Publisher(
+        store=FileSystemVersionStore(config.versions_dir, config.checkpoint.free_space_mb << 20),
+        board=board,
+        run=config.run.name,
+        epoch=epoch,
+        initial=initial,
+        canary=task_canary(config, initial),
+        keep_versions=config.weights.keep_versions,
+    )
+    with started_followers(config.trainer.ranks), _ranks(config, initial) as ranks:
+        if restored is not None:
+            ranks.load(restored.backend_dir)
+        log.info("state", update=progress.update, restored=_place(restored), epoch=epoch)
+        parts = Parts(config, ranks, streams, board, consumer, publisher, checkpoints, archive, health, epoch)
+        await TrainerLoop(parts, progress).run(stop)
+
+
+@contextlib.contextmanager
+def _ranks(config: RunConfig, initial: Path) -> Iterator[Ranks]:
+    backend = new_backend(config, initial)
+    ranks = Ranks(backend, SaoUpdate(backend, SaoSettings.of(config)))
+    try:
+        yield ranks
+    finally:
+        ranks.stop()
+        backend.close()
+
+
+def new_backend(config: RunConfig, initial: Path) -> TrainingBackend:
+    """DeepSpeed, imported only here: it takes seconds."""
+    from services.trainer.backends.deepspeed import DeepSpeedBackend
+
+    return DeepSpeedBackend(config, initial)
+
+
+def model_limits(config: RunConfig, initial: Path) -> Limits:
+    """What a trajectory may hold for this model."""
+    model = json.loads((initial / "config.json").read_bytes())
+    return Limits(
+        run=config.run.name,
+        vocab_size=int(model["vocab_size"]),
+        max_tokens=config.ingest.max_tokens,
+        max_bytes=config.ingest.max_message_mb << 20,
+        logprob_tolerance=config.ingest.logprob_tolerance,
+    )
+
+
+def task_canary(config: RunConfig, initial: Path) -> list[list[int]]:
+    """The run's canary, from the first prompts of its task."""
+    task = load_task(config.task.name)
+    tokenizer = FileTokenizer(initial / "tokenizer.json")
+    prompts = load_prompts(config.task.prompts or task.prompts_path)[:SEQUENCES]
+    ids = [task.episode(prompt, tokenizer).prompt_token_ids for prompt in prompts]
+    return canary_sequences(ids, tokenizer.vocab_size, config.run.seed)
+
+
+def _initial_model(config: RunConfig) -> Path:
+    """The initial policy's checkpoint; a missing warm start is made here."""
+    path = initial_model_path(config)
+    if not (path / "config.json").exists():
+        if config.model.path is not None:
+            raise ConfigError(
+                key="model.path", message=f"{path} holds no config.json: expected a Hugging Face checkpoint"
+            )
+        from services.trainer.warm_start import warm_start
+
+        log.info("no warm start in the cache, training one", path=str(path))
+        warm_start(config, path, lambda step, steps, loss: log.info("warm start", step=step, steps=steps, loss=loss))
+    return path
+
+
+def _follow(config: RunConfig) -> None:
+    backend = new_backend(config, _initial_model(config))
+    try:
+        follow(backend, SaoUpdate(backend, SaoSettings.of(config)))
+    finally:
+        backend.close()
+
+
+def _finished(progress: Progress, epoch: int) -> TrainerFacts:
+    return TrainerFacts(
+        epoch=epoch,
+        update=progress.update,
+        version=progress.version,
+        consumed=progress.consumed,
+        state=TrainerState.FINISHED,
+    )
+
+
+def _place(restored: Checkpoint | None) -> str:
+    return str(restored.path) if restored is not None else "initial model"
+
+
+@contextlib.asynccontextmanager
+async def _stores(config: RunConfig) -> AsyncIterator[tuple[TrajectoryStreams, Board]]:
+    streams = sao.streams.connect(config)
+    board = sao.board.connect(config)
+    try:
+        yield streams, board
+    finally:
+        await streams.close()
+        await board.close()

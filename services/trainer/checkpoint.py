@@ -1,0 +1,223 @@
+"""Trainer checkpoints: complete or invisible, never pickled, the newest whole one found again after any crash.
+
+    <run>/checkpoints/update-00000025/            (update-00000000-critic-0007 while only the critic warms up)
+        backend/...         what the backend wrote (safetensors, JSON)
+        progress.json       `Progress`: counters, consumed ids, the current version
+        MANIFEST.json       size and SHA-256 of every other file; written last, before the rename
+
+Everything is written into a hidden sibling, fsynced, and renamed. A folder whose manifest does not match is
+skipped, with the reason logged, for the one before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from sao.telemetry.logs import get_logger
+
+log = get_logger(__name__)
+
+_NAME = re.compile(r"^update-(\d{8})(?:-critic-(\d{4}))?$")
+_BLOCK = 1 << 20
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be written or does not match its manifest; says which file, found and expected."""
+
+
+class Progress(BaseModel):
+    """Where the run stands: all that is not tensors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: str
+    update: int
+    """Policy updates made."""
+    critic_only: int
+    """Critic-only warm-up updates made."""
+    consumed: int
+    """Trajectories trained on since the run began."""
+    unsettled_ids: list[str]
+    """Ids this state has trained on whose stream entries may still exist: never train them again."""
+    version: str
+    """Newest published version at the time; empty when none was."""
+    trainer_epoch: int
+    dropped: dict[str, int]
+
+
+class _File(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    size: int
+    sha256: str
+
+
+class _Manifest(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: int = 1
+    run: str
+    files: list[_File]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    path: Path
+    progress: Progress
+
+    @property
+    def backend_dir(self) -> Path:
+        return self.path / "backend"
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """All checkpoints of one run, and which of them stay."""
+
+    root: Path
+    run: str
+    keep_last: int
+    keep_every: int
+    min_free_bytes: int
+
+    def save(self, progress: Progress, write_backend: Callable[[Path], None]) -> Checkpoint:
+        """Make this state durable; returns at once when a checkpoint of this very step exists.
+
+        Raises CheckpointError when the disk has less than `min_free_bytes` left.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        target = self.root / _name(progress)
+        if target.exists() and (existing := self._load(target)) is not None:
+            return existing
+        self._require_space()
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=self.root))
+        try:
+            (work / "backend").mkdir()
+            write_backend(work / "backend")
+            (work / "progress.json").write_text(progress.model_dump_json())
+            self._seal(work)
+            shutil.rmtree(target, ignore_errors=True)
+            work.rename(target)
+            _fsync_directory(self.root)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        self._collect()
+        return Checkpoint(target, progress)
+
+    def newest(self) -> Checkpoint | None:
+        """The newest whole checkpoint; damaged ones are skipped and logged."""
+        for path in reversed(self._paths()):
+            if (found := self._load(path)) is not None:
+                return found
+        return None
+
+    def updates(self) -> list[int]:
+        """Update numbers of the checkpoints on disk, whole or not, oldest first."""
+        return [_order(path)[0] for path in self._paths()]
+
+    def _load(self, path: Path) -> Checkpoint | None:
+        try:
+            return Checkpoint(path, self._verified(path))
+        except (CheckpointError, OSError, ValidationError) as error:
+            log.error("checkpoint is damaged, trying the one before", checkpoint=str(path), reason=str(error))  # noqa: TRY400
+            return None
+
+    def _verified(self, path: Path) -> Progress:
+        manifest = _Manifest.model_validate_json((path / "MANIFEST.json").read_bytes())
+        if manifest.run != self.run:
+            msg = f"{path}: belongs to run {manifest.run!r}, expected {self.run!r}"
+            raise CheckpointError(msg)
+        for file in manifest.files:
+            found = _describe(path, path / file.name)
+            if found != file:
+                msg = f"{path / file.name} is {found}, the manifest says {file}"
+                raise CheckpointError(msg)
+        strangers = _files(path) - {path / file.name for file in manifest.files} - {path / "MANIFEST.json"}
+        if strangers:
+            msg = f"{path}: {sorted(strangers)[0].name} is not in its manifest"
+            raise CheckpointError(msg)
+        return Progress.model_validate_json((path / "progress.json").read_bytes())
+
+    def _seal(self, work: Path) -> None:
+        files = sorted(_files(work))
+        for path in files:
+            _fsync_file(path)
+        manifest = _Manifest(run=self.run, files=[_describe(work, path) for path in files])
+        (work / "MANIFEST.json").write_text(manifest.model_dump_json())
+        _fsync_file(work / "MANIFEST.json")
+        for folder in [work, *(path for path in work.rglob("*") if path.is_dir())]:
+            _fsync_directory(folder)
+
+    def _require_space(self) -> None:
+        free = shutil.disk_usage(self.root).free
+        if free < self.min_free_bytes:
+            msg = (
+                f"{self.root}: {free >> 20} MiB free, checkpoint.free_space_mb asks for {self.min_free_bytes >> 20}: "
+                "free some space or move run.dir"
+            )
+            raise CheckpointError(msg)
+
+    def _collect(self) -> None:
+        for path in self._paths()[: -self.keep_last]:
+            update, critic_only = _order(path)
+            kept = self.keep_every > 0 and update % self.keep_every == 0 and critic_only == _NOT_WARMING
+            if not kept:
+                shutil.rmtree(path)
+
+    def _paths(self) -> list[Path]:
+        if not self.root.exists():
+            return []
+        return sorted((path for path in self.root.iterdir() if _NAME.match(path.name)), key=_order)
+
+
+_NOT_WARMING = 10_000
+"""Sorts a plain name after every warm-up name of its update."""
+
+
+def _name(progress: Progress) -> str:
+    if progress.update == 0 and progress.critic_only > 0:
+        return f"update-{progress.update:08d}-critic-{progress.critic_only:04d}"
+    return f"update-{progress.update:08d}"
+
+
+def _order(path: Path) -> tuple[int, int]:
+    match = _NAME.match(path.name)
+    if match is None:
+        msg = f"{path} is not a checkpoint folder"
+        raise ValueError(msg)
+    return int(match[1]), int(match[2]) if match[2] else (0 if int(match[1]) == 0 else _NOT_WARMING)
+
+
+def _files(root: Path) -> set[Path]:
+    return {path for path in root.rglob("*") if path.is_file()}
+
+
+def _describe(root: Path, path: Path) -> _File:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return _File(name=path.relative_to(root).as_posix(), size=path.stat().st_size, sha256=digest.hexdigest())
+
+
+def _fsync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_fsync_directory = _fsync_file

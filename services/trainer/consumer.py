@@ -1,0 +1,292 @@
+"""Take scored trajectories one at a time, oldest first, and decide what each may teach.
+
+    delivery ─ trained before? ─ payload whole? ─ outcome scored? ─ lag ─ preference ─▶ Taken
+                   settle             bury             bury         drop  rescore/drop
+
+What is taken or dropped is marked consumed at once (admission). A dropped one has no effect to make durable and
+is settled at once; a taken one is settled by the loop, after the checkpoint that holds its effect.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from google.protobuf.message import DecodeError
+from pydantic import ValidationError
+
+from sao.board.base import Board, VersionRecord
+from sao.config.schema import TrainerSection
+from sao.invariants import Limits, violations
+from sao.lineage import Lineage, UnknownVersionError
+from sao.outcome import OUTCOME, Scored
+from sao.preference import MissingComponentError, Preference
+from sao.streams.base import Delivery, StreamName, TrajectoryStreams
+from sao.telemetry.logs import get_logger
+from sao.trajectory import Trajectory
+from services.trainer import metrics
+from services.trainer.core.sao import TrajectoryTensors
+from services.trainer.core.staleness import judge_staleness
+
+log = get_logger(__name__)
+
+CONSUMER = "trainer"
+"""Name in the consumer group: one trainer, so one name, stable across restarts."""
+MAX_RESCORES = 2
+
+
+@dataclass(frozen=True)
+class Archived:
+    """A trajectory from the archive whose stream entry is gone, to be trained again."""
+
+    trajectory: Trajectory
+    outcome: Scored
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A trajectory of the current update, as it will be trained."""
+
+    trajectory: Trajectory
+    outcome: Scored
+    reward: float
+    """Under `trained_under`."""
+    trained_under: int
+    lag: int
+    """Of its oldest token, in updates, at consumption."""
+    tensors: TrajectoryTensors
+    size: int
+    """Bytes of its payload in the store; 0 when it came from the archive."""
+    consumed_s: float
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A delivery that will not train; it has been dealt with."""
+
+    trajectory_id: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the trainer stands, for lags."""
+
+    version: str
+    """Newest published."""
+    update: int
+
+
+class _DamagedError(Exception):
+    def __init__(self, reason: str, detail: str) -> None:
+        self.reason = reason
+        super().__init__(detail)
+
+
+class Consumer:
+    """The trainer's end of the SCORED stream."""
+
+    def __init__(
+        self,
+        streams: TrajectoryStreams,
+        board: Board,
+        settings: TrainerSection,
+        limits: Limits,
+        *,
+        epoch: int,
+        restored: Iterable[str] = (),
+        dropped: Counter[str] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._streams = streams
+        self._board = board
+        self._settings = settings
+        self._limits = limits
+        self._epoch = epoch
+        self._restored = set(restored)
+        self._in_hand: dict[str, Delivery] = {}
+        self._clock = clock
+        self._archived: deque[Archived] = deque()
+        self._versions: dict[str, VersionRecord] = {}
+        self._pinned: Preference | None = None
+        self.dropped: Counter[str] = Counter() if dropped is None else dropped
+        """Trajectories that did not train, by reason, since the run began."""
+
+    async def open(self) -> None:
+        """Start, or after an outage start again, at the oldest unsettled delivery."""
+        await self._streams.open_consumer(StreamName.SCORED, CONSUMER)
+        self._versions = await self._board.versions()
+
+    def requeue(self, archived: Iterable[Archived]) -> None:
+        """Train these before anything from the stream."""
+        self._archived.extend(archived)
+
+    def know(self, record: VersionRecord) -> None:
+        """Note a version this trainer has just published."""
+        self._versions[record.name] = record
+
+    @property
+    def restored(self) -> list[str]:
+        """Ids that the restored checkpoint has trained on and that have not been seen and settled since."""
+        return sorted(self._restored)
+
+    async def settle(self, trajectory_ids: Iterable[str]) -> int:
+        """Acknowledge taken trajectories whose effect is durable; how many entries went.
+
+        Uses each entry's newest delivery: after a rewind the stream accepts no older one.
+        """
+        ids = list(trajectory_ids)
+        held = [self._in_hand[trajectory_id] for trajectory_id in ids if trajectory_id in self._in_hand]
+        settled = await self._streams.settle(held, CONSUMER, epoch=self._epoch) if held else 0
+        for trajectory_id in ids:
+            self._in_hand.pop(trajectory_id, None)
+        return settled
+
+    def begin_update(self) -> None:
+        """The next trajectory taken pins the preference anew."""
+        self._pinned = None
+
+    @property
+    def preference_version(self) -> int:
+        """Of the update under way; 0 before its first trajectory."""
+        return self._pinned.version if self._pinned is not None else 0
+
+    async def take(self, position: Position, *, block_ms: int) -> Taken | Refused | None:
+        """The next trajectory, or why the next one was refused, or None when none came within `block_ms`."""
+        if self._archived:
+            again = self._archived.popleft()
+            return await self._judge(again.trajectory, again.outcome, None, position, size=0)
+        deliveries = await self._streams.read(StreamName.SCORED, CONSUMER, count=1, block_ms=block_ms)
+        if not deliveries:
+            return None
+        return await self._open_up(deliveries[0], position)
+
+    async def _open_up(self, delivery: Delivery, position: Position) -> Taken | Refused:
+        if delivery.trajectory_id in self._in_hand:
+            self._in_hand[delivery.trajectory_id] = delivery
+            return Refused(delivery.trajectory_id, "in_hand")  # delivered again by a rewind after an outage
+        if delivery.trajectory_id in self._restored:
+            await self._streams.mark_consumed([delivery.trajectory_id])
+            await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
+            self._restored.discard(delivery.trajectory_id)
+            log.info("settled: the restored checkpoint holds its effect", trajectory=delivery.trajectory_id)
+            return Refused(delivery.trajectory_id, "already_trained")
+        try:
+            trajectory, outcome, size = await self._parse(delivery)
+        except _DamagedError as damage:
+            return await self._bury(delivery, damage.reason, str(damage))
+        return await self._judge(trajectory, outcome, delivery, position, size=size)
+
+    async def _parse(self, delivery: Delivery) -> tuple[Trajectory, Scored, int]:
+        """The trajectory, its outcome and its size in bytes; _DamagedError when they are not what they should be."""
+        payload = await self._streams.payload(delivery.trajectory_id)
+        if payload is None:
+            raise _DamagedError(reason="payload_missing", detail="its payload is gone from the store")
+        try:
+            trajectory = Trajectory.from_bytes(payload)
+            outcome = OUTCOME.validate_json(delivery.fields.get("outcome", ""))
+        except DecodeError as error:
+            raise _DamagedError(reason="payload_damaged", detail=f"not a sao.v1.Trajectory: {error}") from error
+        except ValidationError as error:
+            raise _DamagedError(
+                reason="outcome_damaged", detail=f"field `outcome`: {error.errors()[0]['msg']}"
+            ) from error
+        if trajectory.id != delivery.trajectory_id:
+            raise _DamagedError(reason="payload_damaged", detail=f"the payload is that of {trajectory.id!r}")
+        if {span.version for s in trajectory.message.segments for span in s.versions} - self._versions.keys():
+            self._versions = await self._board.versions()
+        # Ingress has checked this once; a store that damaged the bytes since must not reach the weights.
+        broken = violations(trajectory.message, self._limits, self._versions)
+        if broken:
+            raise _DamagedError(reason="payload_damaged", detail="; ".join(map(str, broken)))
+        if not isinstance(outcome, Scored):
+            raise _DamagedError(reason="not_scored", detail=f"outcome is {outcome.kind}, only `scored` trains")
+        return trajectory, outcome, len(payload)
+
+    async def _judge(
+        self, trajectory: Trajectory, outcome: Scored, delivery: Delivery | None, position: Position, *, size: int
+    ) -> Taken | Refused:
+        try:
+            lags = self._lags(trajectory, position)
+        except UnknownVersionError as error:
+            log.warning("no lag can be told", trajectory=trajectory.id, reason=str(error))
+            return await self._drop(trajectory, delivery, "lineage")
+        mask = torch.tensor(trajectory.action_mask)
+        lag = torch.tensor(lags)
+        stale = judge_staleness(lag, mask, self._settings.max_lag, self._settings.stale_policy)
+        masked = int(stale.stale_mask_T.sum())
+        if stale.drop:
+            return await self._drop(trajectory, delivery, "stale")
+        judged = await self._reward(trajectory, outcome, delivery)
+        if isinstance(judged, Refused):
+            return judged
+        reward, trained_under = judged
+        if masked:
+            metrics.count_masked(trajectory, masked)
+        await self._streams.mark_consumed([trajectory.id])
+        if delivery is not None:
+            self._in_hand[trajectory.id] = delivery
+        tensors = TrajectoryTensors(
+            tokens_T=torch.tensor(trajectory.token_ids, dtype=torch.int64),
+            action_mask_T=mask,
+            logp_rollout_T=torch.tensor(trajectory.logprobs, dtype=torch.float32),
+            lag_T=lag,
+            reward=reward,
+        )
+        return Taken(trajectory, outcome, reward, trained_under, stale.lag, tensors, size, self._clock())
+
+    async def _reward(
+        self, trajectory: Trajectory, outcome: Scored, delivery: Delivery | None
+    ) -> tuple[float, int] | Refused:
+        """(reward, preference version it is under), by trainer.preference_policy."""
+        if self._pinned is None:
+            self._pinned = await self._board.preference()
+        pinned, policy = self._pinned, self._settings.preference_policy
+        if pinned is None or outcome.scored_under == pinned.version or policy == "keep":
+            return outcome.value, outcome.scored_under
+        if policy == "drop":
+            return await self._drop(trajectory, delivery, "preference")
+        try:
+            return pinned.document.value(outcome.components), pinned.version
+        except MissingComponentError as error:
+            return await self._rescore(trajectory, delivery, str(error))
+        except ValueError as error:
+            log.warning("re-weighting gave no number", trajectory=trajectory.id, reason=str(error))
+            return await self._drop(trajectory, delivery, "preference")
+
+    async def _rescore(self, trajectory: Trajectory, delivery: Delivery | None, why: str) -> Refused:
+        """Back to the reward service for a component never computed, at most MAX_RESCORES times."""
+        rescores = int(delivery.fields.get("rescores", "0")) if delivery is not None else MAX_RESCORES
+        if delivery is None or rescores >= MAX_RESCORES:
+            log.warning("dropped: the preference's components are missing", trajectory=trajectory.id, reason=why)
+            return await self._drop(trajectory, delivery, "preference")
+        fields = {key: value for key, value in delivery.fields.items() if key != "outcome"}
+        await self._streams.move(delivery, CONSUMER, StreamName.TRAJECTORIES, {**fields, "rescores": str(rescores + 1)})
+        metrics.RESCORED.inc()
+        log.info("sent back for scoring", trajectory=trajectory.id, reason=why, rescores=rescores + 1)
+        return Refused(trajectory.id, "rescore")
+
+    async def _drop(self, trajectory: Trajectory, delivery: Delivery | None, reason: str) -> Refused:
+        self.dropped[reason] += 1
+        metrics.count_dropped(trajectory, reason)
+        await self._streams.mark_consumed([trajectory.id])
+        if delivery is not None:
+            await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
+        log.info("dropped", trajectory=trajectory.id, reason=reason, action_tokens=trajectory.action_count)
+        return Refused(trajectory.id, reason)
+
+    async def _bury(self, delivery: Delivery, reason: str, detail: str) -> Refused:
+        self.dropped[reason] += 1
+        metrics.BURIED.labels(reason).inc()
+        await self._streams.bury(delivery, CONSUMER, f"{reason}: {detail}")
+        log.error("buried", trajectory=delivery.trajectory_id, reason=reason, detail=detail)
+        return Refused(delivery.trajectory_id, reason)
+
+    def _lags(self, trajectory: Trajectory, position: Position) -> list[int]:
+        lineage = Lineage(self._versions)
+        names = trajectory.versions
+        known = {name: lineage.lag(name, position.version, position.update) for name in set(names) if name}
+        return [known[name] if name else 0 for name in names]

@@ -1,0 +1,331 @@
+"""The trainer's loop, one trajectory at a time.
+
+    publish the state as a new version
+    repeat: begin ─ take, accumulate (x trajectories_per_update) ─ finish ─ archive ─ publish ─ row ─ board
+            checkpoint when due ─ settle what it holds
+
+Nothing is settled before a durable checkpoint holds its effect; nothing is trained twice, because a checkpoint
+names the ids it has trained on whose entries may still exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from sao.archive import Archive
+from sao.board.base import Board, TrainerFacts, TrainerState
+from sao.config.schema import RunConfig
+from sao.streams.base import StreamName, StreamUnavailableError, TrajectoryStreams
+from sao.telemetry.health import Health
+from sao.telemetry.logs import get_logger
+from services.trainer import metrics
+from services.trainer.checkpoint import CheckpointStore, Progress
+from services.trainer.consumer import Consumer, Position, Refused, Taken
+from services.trainer.core.sao import UpdateStats
+from services.trainer.outage import ride_out
+from services.trainer.publisher import NonFiniteWeightsError, Publisher
+from services.trainer.ranks import Ranks
+from services.trainer.records import CRITIC_ONLY, FinishedUpdate, append_row, finite, summary
+
+log = get_logger(__name__)
+
+POLL_MS = 200
+"""Longest blocking read: how soon a stop or starvation is noticed."""
+HEARTBEAT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop drives."""
+
+    config: RunConfig
+    ranks: Ranks
+    streams: TrajectoryStreams
+    board: Board
+    consumer: Consumer
+    publisher: Publisher
+    checkpoints: CheckpointStore
+    archive: Archive
+    health: Health
+    epoch: int
+
+
+@contextlib.contextmanager
+def _busy(work: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        metrics.BUSY_SECONDS.labels(work).inc(time.perf_counter() - started)
+
+
+def fresh_progress(run: str, epoch: int) -> Progress:
+    """A run's beginning."""
+    return Progress(
+        run=run, update=0, critic_only=0, consumed=0, unsettled_ids=[], version="", trainer_epoch=epoch, dropped={}
+    )
+
+
+class TrainerLoop:
+    """Runs from a restored (or fresh) progress to the run's last update, or until stopped."""
+
+    def __init__(self, parts: Parts, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._clock = clock
+        self._update = progress.update
+        self._critic_only = progress.critic_only
+        self._consumed = progress.consumed
+        self._version = progress.version
+        self._unsettled: list[Taken] = []
+        self._steps_since_checkpoint = 0
+        self._idle_s = 0.0
+        self._started_s = 0.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run's last update is made."""
+        return self._config.run.updates is not None and self._update >= self._config.run.updates
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Train until the run is over or `stop` is set; what is unfinished then is delivered again next time."""
+        parts = self._parts
+        parts.health.working("training")
+        published = await self._publish(starting=True)
+        if not published:
+            msg = f"the weights at update {self._update} are not finite: restore an older checkpoint"
+            raise ArithmeticError(msg)
+        await self._tell(TrainerState.TRAINING)
+        await ride_out(parts.consumer.open)
+        parts.health.set_ready(True)
+        while not self.finished:
+            taken = await self._collect(stop)
+            if taken is None:
+                break
+            await self._complete(taken)
+            if reason := self._checkpoint_reason():
+                await self._checkpoint(reason)
+        await self._checkpoint("end" if self.finished else "stop")
+        if self.finished:
+            await self._tell(TrainerState.FINISHED)
+            parts.health.idle("the run is over")
+        log.info("trainer ends", update=self._update, finished=self.finished, consumed=self._consumed)
+
+    # --- one update -----------------------------------------------------------------------------------------
+
+    async def _collect(self, stop: asyncio.Event) -> list[Taken] | None:
+        """Accumulate the trajectories of one update as they arrive; None when stopped before they were there."""
+        parts, trainer = self._parts, self._config.trainer
+        self._begin()
+        taken: list[Taken] = []
+        share: list[Taken] = []
+        waiting_since = last_heartbeat = self._clock()
+        while len(taken) < trainer.trajectories_per_update:
+            if stop.is_set():
+                return None
+            before = self._clock()
+            found = await self._take()
+            self._note_idle(self._clock() - before)
+            if found is None:
+                now = self._clock()
+                if now - waiting_since > self._config.checkpoint.starved_after_s and self._unsettled:
+                    await self._checkpoint("starved")
+                if now - last_heartbeat > HEARTBEAT_S:
+                    parts.ranks.heartbeat()
+                    last_heartbeat = now
+                continue
+            waiting_since = self._clock()
+            parts.health.progress()
+            if not isinstance(found, Taken):
+                continue
+            if not taken:
+                self._started_s = waiting_since
+            taken.append(found)
+            share.append(found)
+            if len(share) == parts.ranks.count or len(taken) == trainer.trajectories_per_update:
+                with _busy("accumulate"):
+                    parts.ranks.accumulate([t.tensors for t in share])
+                share.clear()
+        return taken
+
+    def _begin(self) -> None:
+        """Learning rates: the critic's ramps up over its warm-up, in which the policy stays."""
+        trainer, critic = self._config.trainer, self._config.critic
+        warming = self._warming
+        ramp = (self._critic_only + 1) / critic.warmup_updates if warming else 1.0
+        self._parts.ranks.begin(policy_lr=trainer.policy_lr, critic_lr=critic.lr * ramp, critic_only=warming)
+        self._parts.consumer.begin_update()
+        self._idle_s = 0.0
+
+    @property
+    def _warming(self) -> bool:
+        return self._update == 0 and self._critic_only < self._config.critic.warmup_updates
+
+    async def _complete(self, taken: list[Taken]) -> None:
+        """Step, and record it: archive first, then the version, the row and the board."""
+        parts = self._parts
+        with _busy("step"):
+            stats = parts.ranks.finish()
+        if stats.skipped:
+            metrics.SKIPPED.inc()
+            log.error("update skipped, nothing was changed", update=self._update + 1, reason=stats.skipped_reason)
+        version_before = self._version
+        # A skipped update counts: its trajectories are spent.
+        self._update += not stats.critic_only
+        self._critic_only += stats.critic_only
+        self._consumed += len(taken)
+        self._unsettled += taken
+        self._steps_since_checkpoint += 1
+        done = FinishedUpdate(
+            run=self._config.run.name,
+            epoch=parts.epoch,
+            update=self._update,
+            version_before=version_before,
+            preference_version=parts.consumer.preference_version,
+            taken=taken,
+            stats=stats,
+            numbers=finite(stats.metrics | summary(taken) | await self._loop_numbers()),
+            finished_s=time.time(),
+        )
+        parts.archive.append(done.archived())
+        version = await self._publish() if self._publish_due(stats) else ""
+        append_row(self._config.run.dir / "updates.jsonl", done.row(version, dict(parts.consumer.dropped)))
+        self._show(done)
+        await self._tell(TrainerState.TRAINING)
+
+    def _publish_due(self, stats: UpdateStats) -> bool:
+        if stats.critic_only:
+            return False
+        return self._update % self._config.trainer.publish_every == 0 or self.finished
+
+    async def _loop_numbers(self) -> dict[str, float]:
+        depth = await ride_out(lambda: self._parts.streams.depth(StreamName.SCORED))
+        wall = max(self._clock() - self._started_s, 1e-9)
+        metrics.UPDATE_SECONDS.observe(wall)
+        return {
+            CRITIC_ONLY: float(self._critic_only),
+            "queue_depth": float(max(depth.length - depth.pending, 0)),
+            "queue_age_s": depth.oldest_age_s,
+            "update_s": wall,
+            "idle_s": self._idle_s,
+            "unsettled": float(len(self._unsettled)),
+        }
+
+    def _show(self, done: FinishedUpdate) -> None:
+        metrics.UPDATES.labels("critic" if done.stats.critic_only else "policy").inc()
+        metrics.UPDATE.set(self._update)
+        metrics.UNSETTLED.set(len(self._unsettled))
+        metrics.UNSETTLED_BYTES.set(self._unsettled_bytes)
+        for taken in done.taken:
+            metrics.count_trained(taken.trajectory)
+        metrics.show_update(done.numbers)
+        log.info(
+            "update done",
+            update=self._update,
+            critic_only=done.stats.critic_only,
+            version=self._version,
+            reward=done.numbers.get("reward_mean"),
+            lag=done.numbers.get("lag_max"),
+        )
+
+    # --- the stream -----------------------------------------------------------------------------------------
+
+    async def _take(self) -> Taken | Refused | None:
+        """`Consumer.take`, riding out an unavailable store: what was in flight is delivered again and re-judged."""
+        consumer = self._parts.consumer
+        position = Position(self._version, self._update)
+        try:
+            return await consumer.take(position, block_ms=POLL_MS)
+        except StreamUnavailableError as error:
+            log.warning("stream store unavailable, rewinding", reason=str(error))
+            await ride_out(consumer.open)
+            return None
+
+    def _note_idle(self, seconds: float) -> None:
+        self._idle_s += seconds
+        metrics.IDLE_SECONDS.inc(seconds)
+
+    # --- versions, checkpoints, board -----------------------------------------------------------------------
+
+    async def _publish(self, *, starting: bool = False) -> str:
+        """The new version's name, or nothing when the weights are not finite (engines keep the last good ones)."""
+        parts = self._parts
+        parent = await self._known_ancestor() if starting else self._version
+        try:
+            with _busy("publish"):
+                state = parts.ranks.policy_state()
+                record = await parts.publisher.publish(state, parts.ranks.logprobs, update=self._update, parent=parent)
+        except NonFiniteWeightsError as error:
+            metrics.PUBLISH_HELD.inc()
+            log.error("version not published", reason=str(error))  # noqa: TRY400
+            return ""
+        metrics.PUBLISHED.inc()
+        self._version = record.name
+        parts.consumer.know(record)
+        return record.name
+
+    async def _known_ancestor(self) -> str | None:
+        """The version on the board that this state descends from.
+
+        Without a checkpoint that is the run's first version: a trainer that died before its first checkpoint
+        published the same initial weights, and work is waiting that was sampled from them.
+        """
+        versions = await ride_out(self._parts.board.versions)
+        if self._version:
+            if self._version in versions:
+                return self._version
+            log.warning("the restored version is not on the board: lag starts anew", version=self._version)
+            return None
+        roots = [name for name, record in versions.items() if record.parent is None and record.update == 0]
+        return min(roots, default=None)
+
+    def _checkpoint_reason(self) -> str:
+        checkpoint = self._config.checkpoint
+        if self._steps_since_checkpoint >= checkpoint.every_updates:
+            return "due"
+        if self._unsettled_bytes > checkpoint.unacked_mb_max << 20:
+            return "unacked_bytes"
+        return ""
+
+    @property
+    def _unsettled_bytes(self) -> int:
+        return sum(taken.size for taken in self._unsettled)
+
+    async def _checkpoint(self, reason: str) -> None:
+        """Make every finished update durable, then settle the entries it was made of."""
+        parts = self._parts
+        with _busy("checkpoint"):
+            parts.checkpoints.save(self.progress(), parts.ranks.save)
+        metrics.CHECKPOINTS.labels(reason).inc()
+        self._steps_since_checkpoint = 0
+        ids = [taken.trajectory.id for taken in self._unsettled]
+        settled = await ride_out(lambda: parts.consumer.settle(ids))
+        self._unsettled.clear()
+        log.info("checkpoint", reason=reason, update=self._update, settled=settled)
+
+    def progress(self) -> Progress:
+        """What a checkpoint of this moment says."""
+        return Progress(
+            run=self._config.run.name,
+            update=self._update,
+            critic_only=self._critic_only,
+            consumed=self._consumed,
+            unsettled_ids=[*self._parts.consumer.restored, *(taken.trajectory.id for taken in self._unsettled)],
+            version=self._version,
+            trainer_epoch=self._parts.epoch,
+            dropped=dict(self._parts.consumer.dropped),
+        )
+
+    async def _tell(self, state: TrainerState) -> None:
+        facts = TrainerFacts(
+            epoch=self._parts.epoch,
+            update=self._update,
+            version=self._version,
+            consumed=self._consumed,
+            state=state,
+        )
+        await ride_out(lambda: self._parts.board.write_trainer(facts))

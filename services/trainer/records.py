@@ -1,0 +1,130 @@
+"""What an update leaves behind: its archive entry and its line in `updates.jsonl`."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sao.rows import TrainedRow, UpdateRow
+from sao.v1 import archive_pb2 as pb
+from services.trainer import metrics
+from services.trainer.consumer import Taken
+from services.trainer.core.sao import TrajectoryStats, UpdateStats
+
+CRITIC_ONLY = "critic_only_updates"
+"""Metric by which an archived step and a row tell the critic's warm-up updates apart."""
+
+
+@dataclass(frozen=True)
+class FinishedUpdate:
+    """One update as it happened."""
+
+    run: str
+    epoch: int
+    update: int
+    """Policy updates made after it."""
+    version_before: str
+    preference_version: int
+    taken: Sequence[Taken]
+    stats: UpdateStats
+    numbers: dict[str, float]
+    """Every metric of the update; undefined ones absent."""
+    finished_s: float
+
+    def archived(self) -> pb.ArchivedUpdate:
+        """The message that replay, viewers and recovery read."""
+        pairs = zip(self.taken, self.stats.trajectories, strict=True)
+        return pb.ArchivedUpdate(
+            run=self.run,
+            update=self.update,
+            trainer_epoch=self.epoch,
+            version_before=self.version_before,
+            preference_version=self.preference_version,
+            trajectories=[_archived_trajectory(taken, stats) for taken, stats in pairs],
+            metrics=self.numbers,
+            finished_s=self.finished_s,
+        )
+
+    def row(self, version: str, dropped: dict[str, int]) -> UpdateRow:
+        """The line that the live view and the report read."""
+        return UpdateRow(
+            update=self.update,
+            critic_only=self.stats.critic_only,
+            version=version,
+            trainer_epoch=self.epoch,
+            preference_version=self.preference_version,
+            finished_s=self.finished_s,
+            trajectories=[_row(taken) for taken in self.taken],
+            dropped=dropped,
+            metrics=self.numbers,
+        )
+
+
+def summary(taken: Sequence[Taken]) -> dict[str, float]:
+    """Numbers of an update's trajectories that the algorithm does not know."""
+    versions = [len({name for name in t.trajectory.versions if name}) for t in taken]
+    n = len(taken)
+    return {
+        "versions_mean": sum(versions) / n,
+        "versions_max": float(max(versions)),
+        "tokens_mean": sum(len(t.trajectory.token_ids) for t in taken) / n,
+        "action_tokens_mean": sum(t.trajectory.action_count for t in taken) / n,
+        "turns_mean": sum(t.trajectory.turns for t in taken) / n,
+        "truncated_fraction": sum(metrics.is_truncated(t.trajectory) for t in taken) / n,
+    }
+
+
+def finite(numbers: dict[str, float]) -> dict[str, float]:
+    """The numbers that JSON can hold."""
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def append_row(path: Path, row: UpdateRow) -> None:
+    """Add one line, after cutting off what a crash left of the last one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.truncate(_end_of_last_line(path))
+        file.write(row.model_dump_json().encode() + b"\n")
+
+
+def _end_of_last_line(path: Path) -> int:
+    return path.read_bytes().rfind(b"\n") + 1
+
+
+def _row(taken: Taken) -> TrainedRow:
+    trajectory, outcome = taken.trajectory, taken.outcome
+    return TrainedRow(
+        id=trajectory.id,
+        ordinal=trajectory.message.ordinal,
+        reward=taken.reward,
+        scored_under=outcome.scored_under,
+        trained_under=taken.trained_under,
+        scoring_started_s=outcome.scoring_started_s,
+        consumed_s=taken.consumed_s,
+        lag=taken.lag,
+        versions=len({name for name in trajectory.versions if name}),
+        tokens=len(trajectory.token_ids),
+        action_tokens=trajectory.action_count,
+        turns=trajectory.turns,
+        finish_reason=metrics.finish_name(trajectory),
+    )
+
+
+def _archived_trajectory(taken: Taken, stats: TrajectoryStats) -> pb.TrainedTrajectory:
+    return pb.TrainedTrajectory(
+        trajectory=taken.trajectory.message,
+        outcome_json=taken.outcome.model_dump_json(),
+        reward=taken.reward,
+        values=stats.values_A.tolist(),
+        advantages=stats.advantages_A.tolist(),
+        ratios=stats.ratios_A.tolist(),
+        weights=stats.weights_A.tolist(),
+        lag=taken.lag,
+    )

@@ -1,0 +1,202 @@
+"""Wiring of the weights service: the fleet, a keeper per engine, and REST with telemetry on one port."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated
+
+import uvicorn
+from fastapi import Depends, FastAPI, Header, HTTPException, status
+from pydantic import BaseModel, SecretStr
+
+import sao.board
+from sao.board.base import Board, EngineFacts, EngineState
+from sao.config.schema import RunConfig
+from sao.streams.base import StreamUnavailableError
+from sao.telemetry.asgi import telemetry_asgi
+from sao.telemetry.health import Health
+from sao.telemetry.logs import get_logger
+from sao.weights.base import IncompleteVersionError, UnknownVersionError, VersionStore
+from sao.weights.filesystem import FileSystemVersionStore
+from services.weights import metrics
+from services.weights.canary import CalibrateOnFirst, Exact, Tolerance
+from services.weights.engines.base import EngineControl
+from services.weights.engines.sglang import SGLangEngine
+from services.weights.fleet import Fleet
+from services.weights.keeper import Keeper, KeeperSettings
+
+log = get_logger(__name__)
+_STALL_ROUNDS = 12
+"""A round has about ten calls, each with the step's deadline."""
+_STOP_S = 2.0
+_BOARD_WAIT_S = 60.0
+
+
+class VersionView(BaseModel):
+    """One stored version, for people and consoles."""
+
+    version: str
+    update: int
+    parent: str | None
+    trainer_epoch: int
+    created_s: float
+    dtype: str
+    tensors: int
+    bytes: int
+    held_by: list[str]
+    target: bool
+    refused: str | None
+
+
+def build_app(fleet: Fleet, keepers: Sequence[Keeper], health: Health, token: SecretStr | None) -> FastAPI:
+    """GET /v1/versions and /v1/engines (bearer token when one is configured), and the telemetry paths."""
+    app = FastAPI(title="SAO weights", docs_url=None, redoc_url=None)
+
+    async def authorised(authorization: Annotated[str, Header()] = "") -> None:
+        expected = f"Bearer {token.get_secret_value()}" if token is not None else ""
+        if token is not None and not hmac.compare_digest(authorization.encode(), expected.encode()):
+            raise HTTPException(
+                status.HTTP_401_UNAUTHORIZED, "expected the header 'Authorization: Bearer <auth.token>'"
+            )
+
+    @app.get("/v1/versions", dependencies=[Depends(authorised)])
+    async def versions() -> list[VersionView]:
+        return await asyncio.to_thread(_version_views, fleet)
+
+    @app.get("/v1/engines", dependencies=[Depends(authorised)])
+    async def engines() -> list[EngineFacts]:
+        return [keeper.facts for keeper in keepers]
+
+    app.mount("/", telemetry_asgi(health))
+    return app
+
+
+def _version_views(fleet: Fleet) -> list[VersionView]:
+    leases = fleet.store.leases()
+    views: list[VersionView] = []
+    for name in fleet.store.names():
+        try:
+            manifest = fleet.store.manifest(name)
+        except (UnknownVersionError, IncompleteVersionError):  # collected since, or damaged: nothing to show
+            continue
+        views.append(
+            VersionView(
+                version=name,
+                update=manifest.update,
+                parent=manifest.parent,
+                trainer_epoch=manifest.trainer_epoch,
+                created_s=manifest.created_s,
+                dtype=manifest.dtype,
+                tensors=len(manifest.tensors),
+                bytes=sum(file.size for file in manifest.files),
+                held_by=sorted(holder for holder, version in leases.items() if version == name),
+                target=fleet.target is not None and fleet.target.version == name,
+                refused=fleet.refused.get(name),
+            )
+        )
+    return views
+
+
+def tolerance_for(config: RunConfig) -> Tolerance:
+    """float32 is held to `weights.canary_tolerance`, bfloat16 to what the run's first version showed."""
+    if config.engine.dtype == "float32":
+        return Exact(config.weights.canary_tolerance)
+    return CalibrateOnFirst(config.versions_dir / "canary-calibration.json")
+
+
+def build_engines(config: RunConfig) -> list[SGLangEngine]:
+    """A client for each of engine.urls."""
+    api, admin = config.engine.api_key, config.engine.admin_key
+    return [
+        SGLangEngine(
+            f"engine-{index}",
+            url,
+            deadline_s=config.weights.step_timeout_s,
+            api_key=api.get_secret_value() if api is not None else None,
+            admin_key=admin.get_secret_value() if admin is not None else None,
+        )
+        for index, url in enumerate(config.engine.urls)
+    ]
+
+
+def build_keepers(
+    config: RunConfig, engines: Sequence[EngineControl], board: Board, store: VersionStore, health: Health
+) -> tuple[Fleet, list[Keeper]]:
+    """The fleet and its keepers, nothing started."""
+    fleet = Fleet(board, store, [engine.engine_id for engine in engines], keep_versions=config.weights.keep_versions)
+    settings = KeeperSettings(
+        attempts=config.weights.round_attempts, poll_s=config.weights.poll_s, dtype=config.engine.dtype
+    )
+    tolerance = tolerance_for(config)
+    keepers = [Keeper(engine, fleet, settings, tolerance, health) for engine in engines]
+    metrics.ENGINES_QUARANTINED.set_function(
+        lambda: float(sum(keeper.facts.state is EngineState.QUARANTINED for keeper in keepers))
+    )
+    return fleet, keepers
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: sao.process has them."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _patiently(call: Callable[[], Awaitable[None]], stop: asyncio.Event) -> None:
+    """Repeat a call that the board does not answer, at most for `_BOARD_WAIT_S`."""
+    deadline = time.monotonic() + _BOARD_WAIT_S
+    while not stop.is_set():
+        try:
+            return await call()
+        except StreamUnavailableError as error:
+            if time.monotonic() > deadline:
+                raise
+            log.warning("board does not answer yet", error=str(error))
+            await asyncio.sleep(0.2)
+    return None
+
+
+async def main(config: RunConfig, stop: asyncio.Event) -> None:
+    """Serve REST and keep every engine at the newest version until told to stop."""
+    board = sao.board.connect(config)
+    engines = build_engines(config)
+    store = FileSystemVersionStore(config.versions_dir, config.checkpoint.free_space_mb << 20)
+    health = Health(stalled_after_s=_STALL_ROUNDS * config.weights.step_timeout_s)
+    fleet, keepers = build_keepers(config, engines, board, store, health)
+    server = _Server(
+        uvicorn.Config(
+            build_app(fleet, keepers, health, config.auth.token),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+    )
+    family = socket.AF_INET6 if ":" in config.weights.bind else socket.AF_INET
+    try:
+        with socket.create_server((config.weights.bind, config.weights.port), family=family) as listener:
+            log.info("weights service listens", bind=config.weights.bind, port=listener.getsockname()[1])
+            await _patiently(fleet.restore, stop)
+            for keeper in keepers:
+                await _patiently(keeper.restore, stop)
+            health.working("keeping the engines")
+            health.set_ready(True)
+            async with asyncio.TaskGroup() as group:
+                parts = [group.create_task(fleet.run(stop, config.weights.poll_s))]
+                parts += [group.create_task(keeper.run(stop)) for keeper in keepers]
+                parts += [group.create_task(server.serve(sockets=[listener]))]
+                await stop.wait()
+                server.should_exit = True
+                _, late = await asyncio.wait(parts, timeout=_STOP_S)
+                for task in late:
+                    task.cancel()
+    finally:
+        for engine in engines:
+            await engine.close()
+        await board.close()

@@ -1,0 +1,210 @@
+"""The ingest over real gRPC: idempotency, back-pressure, a silent store, old ids, tokens, leases."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import pytest
+
+from sao.board.base import TrainerFacts, TrainerState
+from sao.board.memory import MemoryBoard
+from sao.ids import uuid7
+from sao.streams.base import StreamName, StreamUnavailableError
+from sao.streams.memory import MemoryStreams
+from sao.trajectory import Trajectory
+from sao.v1 import ingest_pb2 as pb
+from sao.v1 import trajectory_pb2
+from services.rollout.ingest_client import retry_after_s
+from tests.support.ingest import Ingest, announce, memory_ingest
+from tests.support.trajectories import bad, good
+from tests.support.waiting import eventually
+
+
+class SilentStreams(MemoryStreams):
+    """A store that stops answering when told to."""
+
+    silent = False
+
+    async def memory_fraction(self) -> float:
+        if self.silent:
+            msg = "memory_fraction: no answer within 5 s"
+            raise StreamUnavailableError(msg)
+        return await super().memory_fraction()
+
+
+@pytest.fixture
+async def ingest() -> AsyncIterator[Ingest]:
+    async with memory_ingest() as opened:
+        yield opened
+
+
+async def publish(ingest: Ingest, message: trajectory_pb2.Trajectory) -> pb.PublishStatus.ValueType:
+    request = pb.PublishRequest(trajectory=message)
+    response = await ingest.stub.Publish(request, timeout=10, metadata=ingest.metadata)
+    assert response.id == message.id
+    return response.status
+
+
+async def refusal(ingest: Ingest, message: trajectory_pb2.Trajectory) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await publish(ingest, message)
+    return refused.value
+
+
+async def lease(ingest: Ingest, count: int) -> pb.LeasePromptsResponse:
+    return await ingest.stub.LeasePrompts(pb.LeasePromptsRequest(worker_id="w", max_leases=count), timeout=10)
+
+
+async def test_an_accepted_trajectory_is_durable_byte_for_byte(ingest: Ingest) -> None:
+    message = good(random.Random(0), ingest.limits)
+    assert await publish(ingest, message) == pb.PUBLISH_STATUS_ACCEPTED
+    (delivery,) = await ingest.streams.read(StreamName.TRAJECTORIES, "c", count=9, block_ms=0)
+    assert delivery.fields == {"task": "count", "ordinal": str(message.ordinal)}
+    payload = await ingest.streams.payload(message.id)
+    assert payload is not None
+    assert Trajectory.from_bytes(payload).message == message
+
+
+async def test_a_repeated_id_answers_duplicate_and_changes_nothing(ingest: Ingest) -> None:
+    message = good(random.Random(0), ingest.limits)
+    await publish(ingest, message)
+    assert await publish(ingest, message) == pb.PUBLISH_STATUS_DUPLICATE
+    assert (await ingest.streams.depth(StreamName.TRAJECTORIES)).length == 1
+
+
+async def test_the_first_durable_trajectory_of_an_ordinal_wins(ingest: Ingest) -> None:
+    rng = random.Random(0)
+    await publish(ingest, good(rng, ingest.limits, ordinal=7))
+    assert await publish(ingest, good(rng, ingest.limits, ordinal=7)) == pb.PUBLISH_STATUS_SUPERSEDED
+    assert (await ingest.streams.depth(StreamName.TRAJECTORIES)).length == 1
+
+
+async def test_a_stream_answers_every_item_in_order_and_a_bad_one_fails_alone(ingest: Ingest) -> None:
+    rng = random.Random(0)
+    first, last = good(rng, ingest.limits, ordinal=0), good(rng, ingest.limits, ordinal=1)
+    broken, code = bad("unequal_lengths", rng, ingest.limits)
+    requests = [pb.PublishStreamRequest(trajectory=message) for message in (first, broken, first, last)]
+    call = ingest.stub.PublishStream(iter(requests), timeout=10)
+    responses = [response async for response in call]
+    assert [response.id for response in responses] == [first.id, broken.id, first.id, last.id]
+    assert [response.status for response in responses] == [
+        pb.PUBLISH_STATUS_ACCEPTED,
+        pb.PUBLISH_STATUS_UNSPECIFIED,
+        pb.PUBLISH_STATUS_DUPLICATE,
+        pb.PUBLISH_STATUS_ACCEPTED,
+    ]
+    assert responses[1].error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert code.value in responses[1].error.message
+
+
+async def test_a_version_announced_after_the_last_look_is_known(ingest: Ingest) -> None:
+    message = good(random.Random(0), ingest.limits)
+    await publish(ingest, message)
+    message.id, message.ordinal = uuid7(), message.ordinal + 1
+    message.segments[0].versions[0].version = "v00000099"
+    assert "v00000099" in ((await refusal(ingest, message)).details() or "")
+    await announce(ingest.board, "v00000099")
+    assert await publish(ingest, message) == pb.PUBLISH_STATUS_ACCEPTED
+
+
+async def test_an_id_older_than_the_horizon_is_a_failed_precondition(ingest: Ingest) -> None:
+    message = good(random.Random(0), ingest.limits)
+    message.id = uuid7(unix_ms=1_700_000_000_000)
+    error = await refusal(ingest, message)
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "expected at most 24 h" in (error.details() or "")
+
+
+async def test_a_store_above_its_mark_is_back_pressure_with_a_hint_for_publish_and_for_leases() -> None:
+    board = MemoryBoard()
+    streams = MemoryStreams(board, capacity_bytes=600)
+    async with memory_ingest("redis.back_pressure_at=0.25", streams=streams, board=board) as ingest:
+        rng = random.Random(0)
+        await publish(ingest, good(rng, ingest.limits, ordinal=0))
+        assert await streams.memory_fraction() > 0.25
+
+        async def pressed() -> bool:
+            return (await lease(ingest, 1)).admission == pb.ADMISSION_STATE_BACK_PRESSURE
+
+        await eventually(pressed, what="back-pressure")
+        error = await refusal(ingest, good(rng, ingest.limits, ordinal=1))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert retry_after_s(error) == 0.5
+        assert (await streams.depth(StreamName.TRAJECTORIES)).length == 1
+
+
+async def test_a_store_that_does_not_answer_is_unavailable_with_a_hint() -> None:
+    board = MemoryBoard()
+    streams = SilentStreams(board)
+    async with memory_ingest(streams=streams, board=board) as ingest:
+        streams.silent = True
+        error = await refusal(ingest, good(random.Random(0), ingest.limits))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert retry_after_s(error) == 0.5
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await lease(ingest, 1)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),), (("authorization", "Basic right"),)])
+async def test_without_the_token_every_call_is_unauthenticated(metadata: tuple[tuple[str, str], ...]) -> None:
+    async with memory_ingest("auth.token=right") as ingest:
+        request = pb.PublishRequest(trajectory=good(random.Random(0), ingest.limits))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ingest.stub.Publish(request, timeout=10, metadata=metadata)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ingest.stub.LeasePrompts(pb.LeasePromptsRequest(worker_id="w", max_leases=1), metadata=metadata)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await publish(ingest, request.trajectory) == pb.PUBLISH_STATUS_ACCEPTED
+
+
+async def test_until_a_version_is_known_everything_is_unavailable_with_a_hint() -> None:
+    async with memory_ingest(opened=False) as ingest:
+        error = await refusal(ingest, good(random.Random(0), ingest.limits))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert retry_after_s(error) is not None
+        with pytest.raises(grpc.aio.AioRpcError, match="no weight version yet"):
+            await lease(ingest, 1)
+
+
+async def test_leases_stop_at_the_admission_limit_and_go_on_when_work_is_consumed() -> None:
+    async with memory_ingest("rollout.concurrency=2", "trainer.max_lag=0", "trainer.publish_every=1") as ingest:
+        assert ingest.config.admission_limit == 2
+        granted = await lease(ingest, 5)
+        assert [item.ordinal for item in granted.leases] == [0, 1]
+        assert granted.admission == pb.ADMISSION_STATE_FULL
+        assert granted.retry_after_ms > 0
+        message = good(random.Random(0), ingest.limits, ordinal=0)
+        await publish(ingest, message)
+        assert not (await lease(ingest, 1)).leases, "durable and not consumed still counts"
+        await ingest.streams.mark_consumed([message.id])
+        assert [item.ordinal for item in (await lease(ingest, 5)).leases] == [2]
+
+
+async def test_renewing_answers_the_leases_that_are_still_held(ingest: Ingest) -> None:
+    first, second = (await lease(ingest, 2)).leases
+    await publish(ingest, good(random.Random(0), ingest.limits, ordinal=first.ordinal))
+    request = pb.RenewLeasesRequest(worker_id="w", lease_ids=[first.lease_id, second.lease_id, "nonsense"])
+    renewed = (await ingest.stub.RenewLeases(request, timeout=10)).renewed
+    assert [item.lease_id for item in renewed] == [second.lease_id]
+    assert renewed[0].expires_ms >= second.expires_ms
+
+
+async def test_a_finished_run_gives_no_leases(ingest: Ingest) -> None:
+    facts = TrainerFacts(epoch=1, update=9, version="v00000003", consumed=9, state=TrainerState.FINISHED)
+    await ingest.board.write_trainer(facts)
+    response = await lease(ingest, 3)
+    assert (list(response.leases), response.admission) == ([], pb.ADMISSION_STATE_FINISHED)
+
+
+@pytest.mark.parametrize("request_", [pb.LeasePromptsRequest(max_leases=1), pb.LeasePromptsRequest(worker_id="w")])
+async def test_a_lease_request_without_a_name_or_a_number_is_invalid(
+    ingest: Ingest, request_: pb.LeasePromptsRequest
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await ingest.stub.LeasePrompts(request_, timeout=10)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,0 +1,228 @@
+"""Rounds of the weights service on a real SGLang server, with transformers as the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from sao.board.base import EngineState
+from sao.board.memory import MemoryBoard
+from sao.telemetry.health import Health
+from sao.weights.filesystem import FileSystemVersionStore
+from sao.weights.manifest import Manifest
+from services.weights.canary import Exact
+from services.weights.engines.base import GeneratedToken
+from services.weights.engines.sglang import SGLangEngine
+from services.weights.fleet import Fleet
+from services.weights.keeper import Keeper, KeeperSettings
+from tests.support.versions import CANARY, announce, publish_checkpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tests.conftest import EngineServer
+
+pytestmark = pytest.mark.engine
+
+
+def transformers_logprobs(directory: Path, token_ids: Sequence[int]) -> list[float]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    ids = torch.tensor([list(token_ids)])
+    with torch.no_grad():
+        logp = torch.log_softmax(model(ids).logits[0].float(), -1)
+    found: list[float] = logp[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    return found
+
+
+class StaleEngine(SGLangEngine):
+    """A server whose prefix cache outlives updates, as one that is told not to flush (and says that it did)."""
+
+    async def load(self, path: Path, version: str) -> None:
+        request = {"model_path": str(path), "weight_version": version, "flush_cache": False}
+        await self._send("load", "POST", "/update_weights_from_disk", json=request, headers={})
+
+
+@dataclass
+class Service:
+    """The weights service's parts, stepped by the test."""
+
+    board: MemoryBoard
+    store: FileSystemVersionStore
+    fleet: Fleet
+    keeper: Keeper
+    engine: SGLangEngine
+    updates: int = 0
+
+    async def publish(
+        self, source: Path, oracle: Callable[[Path, Sequence[int]], list[float]] = transformers_logprobs
+    ) -> Manifest:
+        if self.board.epoch == 0:
+            await self.board.new_trainer_epoch()
+        manifest = publish_checkpoint(self.store, source, oracle, update=self.updates)
+        self.updates += 1
+        await announce(self.board, manifest)
+        await self.fleet.follow()
+        return manifest
+
+    async def settle(self) -> None:
+        for _ in range(8):
+            if not await self.keeper.step():
+                return
+
+
+def service_on(url: str, root: Path, kind: type[SGLangEngine] = SGLangEngine) -> Service:
+    board, store = MemoryBoard(), FileSystemVersionStore(root, 0)
+    engine = kind("engine-0", url, deadline_s=20.0)
+    fleet = Fleet(board, store, ["engine-0"], keep_versions=4)
+    settings = KeeperSettings(attempts=1, poll_s=0.01, probe_s=0.0)
+    return Service(board, store, fleet, Keeper(engine, fleet, settings, Exact(1e-4), Health(60)), engine)
+
+
+@pytest.fixture
+async def service(
+    sglang_engine: EngineServer, tiny_checkpoints: tuple[Path, Path], tmp_path: Path
+) -> AsyncIterator[Service]:
+    made = service_on(sglang_engine.url, tmp_path / "versions")
+    await made.fleet.restore()
+    await made.keeper.restore()
+    await made.settle()
+    yield made
+    await made.engine.pause()
+    await made.engine.load(tiny_checkpoints[0], "initial")
+    await made.engine.resume()
+    await made.engine.close()
+
+
+async def test_two_versions_round_trip_with_the_log_probs_of_transformers(
+    service: Service, tiny_checkpoints: tuple[Path, Path]
+) -> None:
+    held_out = [[1, 12, 30, 4, 4, 9, 17, 2, 5], [1, 3, 3, 3]]
+    for source in (*tiny_checkpoints, tiny_checkpoints[0]):
+        manifest = await service.publish(source)
+        await service.settle()
+        assert service.keeper.facts.state is EngineState.SERVING, service.keeper.facts.error
+        assert service.keeper.facts.version == manifest.version
+        for ids, found in zip(held_out, await service.engine.score(held_out), strict=True):
+            assert found == pytest.approx(transformers_logprobs(source, ids), abs=1e-5)
+    assert len(service.keeper.facts.verified) == 3
+
+
+def _fused(tensors: dict[str, Tensor]) -> None:
+    tensors["model.layers.0.mlp.experts.gate_up_proj"] = tensors.pop("model.layers.0.mlp.experts.0.gate_proj.weight")
+
+
+def _half(tensors: dict[str, Tensor]) -> None:
+    for name in sorted(tensors)[::2]:
+        del tensors[name]
+
+
+def _nan(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"][0, 0] = math.nan
+
+
+def _shape(tensors: dict[str, Tensor]) -> None:
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+
+
+@pytest.mark.parametrize("spoil", [_fused, _half, _nan, _shape])
+async def test_a_broken_version_never_reaches_the_engine(
+    service: Service,
+    tiny_checkpoints: tuple[Path, Path],
+    tmp_path: Path,
+    spoil: Callable[[dict[str, Any]], None],
+) -> None:
+    good = await service.publish(tiny_checkpoints[0])
+    await service.settle()
+    before = await service.engine.checksums()
+    tensors = load_file(tiny_checkpoints[1] / "model.safetensors")
+    spoil(tensors)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((tiny_checkpoints[1] / "config.json").read_bytes())
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    bad = await service.publish(broken, lambda _, ids: [-1.0] * (len(ids) - 1))
+    await service.settle()
+    assert bad.version in service.fleet.refused
+    assert await service.engine.checksums() == before
+    assert (await service.engine.model_info()).weight_version == good.version
+    assert service.keeper.facts.in_rotation
+
+
+async def test_a_canary_of_another_policy_is_rolled_back(service: Service, tiny_checkpoints: tuple[Path, Path]) -> None:
+    """Right files, wrong arithmetic: what a transposed layout looks like from outside."""
+    good = await service.publish(tiny_checkpoints[0])
+    await service.settle()
+    bad = await service.publish(tiny_checkpoints[1], lambda _, ids: transformers_logprobs(tiny_checkpoints[0], ids))
+    await service.settle()
+    assert bad.version in service.fleet.refused
+    assert (service.keeper.facts.state, service.keeper.facts.version) == (EngineState.SERVING, good.version)
+    found = (await service.engine.score([CANARY[0]]))[0]
+    assert found == pytest.approx(transformers_logprobs(tiny_checkpoints[0], CANARY[0]), abs=1e-5)
+
+
+async def test_a_stale_prefix_cache_is_noticed(
+    service: Service, sglang_engine: EngineServer, tiny_checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    stale = service_on(sglang_engine.url, tmp_path / "stale", StaleEngine)
+    await stale.publish(tiny_checkpoints[1])
+    await stale.settle()
+    await stale.engine.close()
+    assert stale.keeper.facts.state is EngineState.QUARANTINED
+    assert "stale prefix cache" in stale.keeper.facts.error
+
+
+async def test_a_request_in_flight_goes_on_and_names_both_versions(
+    service: Service, sglang_engine: EngineServer, tiny_checkpoints: tuple[Path, Path]
+) -> None:
+    first = await service.publish(tiny_checkpoints[0])
+    await service.settle()
+    async with httpx.AsyncClient(base_url=sglang_engine.url, timeout=60.0) as client:
+        await client.post("/slow_down", json={"forward_sleep_time": 0.02})
+        request = {
+            "input_ids": CANARY[0],
+            "sampling_params": {"max_new_tokens": 60, "ignore_eos": True},
+            "return_logprob": True,
+        }
+        turn = asyncio.ensure_future(client.post("/generate", json=request))
+        async with asyncio.timeout(20.0):
+            while True:
+                loads = (await client.get("/v1/loads")).json()["loads"]
+                if loads[0]["num_running_reqs"] > 0:
+                    break
+                await asyncio.sleep(0.01)
+        second = await service.publish(tiny_checkpoints[1])
+        await service.settle()
+        await client.post("/slow_down", json={"forward_sleep_time": None})
+        meta = (await turn).json()["meta_info"]
+    assert service.keeper.facts.version == second.version
+    spans = meta["weight_versions"]
+    assert [span["version"] for span in spans] == [first.version, second.version]
+    assert spans[0]["start"] == 0
+    assert spans[0]["end"] == spans[1]["start"]
+    assert spans[1]["end"] == 60
+    assert all(math.isfinite(row[0]) for row in meta["output_token_logprobs"])
+
+
+async def test_an_engine_that_was_changed_behind_our_back_is_brought_in_again(
+    service: Service, tiny_checkpoints: tuple[Path, Path]
+) -> None:
+    manifest = await service.publish(tiny_checkpoints[1])
+    await service.settle()
+    await service.engine.pause()
+    await service.engine.load(tiny_checkpoints[0], "initial")
+    await service.engine.resume()
+    await service.settle()
+    assert service.keeper.facts.in_rotation
+    token: GeneratedToken = await service.engine.generate_one(CANARY[1])
+    assert token.version == manifest.version

@@ -1,0 +1,218 @@
+"""A trainer in one process: real algorithm, backend, archive, checkpoints and version store; streams in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sao.archive import Archive
+from sao.board.memory import MemoryBoard
+from sao.config.schema import RunConfig
+from sao.ids import uuid7
+from sao.invariants import Limits
+from sao.outcome import RewardOutcome, Scored
+from sao.preference import PreferenceDocument
+from sao.streams.base import StreamName
+from sao.streams.memory import MemoryStreams
+from sao.telemetry.health import Health
+from sao.v1 import trajectory_pb2 as pb
+from sao.weights.filesystem import FileSystemVersionStore
+from services.trainer.backends.torch_reference import TorchReferenceBackend
+from services.trainer.canary import canary_sequences
+from services.trainer.checkpoint import CheckpointStore
+from services.trainer.consumer import Consumer
+from services.trainer.core.sao import SaoSettings, SaoUpdate, UpdateStats
+from services.trainer.loop import Parts, TrainerLoop, fresh_progress
+from services.trainer.publisher import Publisher
+from services.trainer.ranks import Ranks
+from services.trainer.recovery import lost_work
+
+ROOT = "v00000001"
+"""The first version a fresh trainer publishes."""
+PREFERENCE = PreferenceDocument(name="right", weights={"right": 1.0})
+
+
+def random_trajectory(rng: random.Random, run: str, *, version: str = ROOT, turns: int = 2) -> pb.Trajectory:
+    """Two turns of random tokens with plausible log-probs, valid in every invariant."""
+    segments: list[pb.Segment] = []
+    for _ in range(turns):
+        n = rng.randint(3, 8)
+        span = pb.VersionSpan(version=version, start=0, end=n)
+        ids = [rng.randrange(3, 32) for _ in range(n)]
+        logprobs = [-rng.uniform(1.0, 5.0) for _ in range(n)]
+        segments.append(pb.Segment(kind=pb.SEGMENT_KIND_ACTION, token_ids=ids, logprobs=logprobs, versions=[span]))
+        observed = [rng.randrange(3, 32) for _ in range(4)]
+        segments.append(pb.Segment(kind=pb.SEGMENT_KIND_OBSERVATION, token_ids=observed))
+    segments.pop()
+    return pb.Trajectory(
+        id=uuid7(),
+        run=run,
+        task="calculator",
+        prompt_id="p",
+        attempt=1,
+        prompt_token_ids=[1, 5, 6, 7],
+        segments=segments,
+        sampling=pb.SamplingConfig(temperature=1, top_p=1, top_k=-1, repetition_penalty=1),
+        finish_reason=pb.FINISH_REASON_STOP,
+        engine_id="engine-0",
+        worker_id="worker-0",
+        turns=[pb.TurnTiming(started_s=1.0, engine_s=0.1) for _ in range(turns)],
+        task_payload_json="{}",
+    )
+
+
+@dataclass
+class World:
+    """All that outlives a trainer process."""
+
+    config: RunConfig
+    initial: Path
+    board: MemoryBoard = field(init=False)
+    streams: MemoryStreams = field(init=False)
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    ordinal: int = 0
+
+    def __post_init__(self) -> None:
+        self.board = MemoryBoard()
+        self.streams = MemoryStreams(self.board)
+
+    async def deliver(
+        self,
+        trajectory: pb.Trajectory | None = None,
+        outcome: RewardOutcome | None = None,
+        *,
+        payload: bytes | None = None,
+        scored_under: int = 1,
+    ) -> str:
+        """Put one scored trajectory on the SCORED stream; its id."""
+        message = trajectory or random_trajectory(self.rng, self.config.run.name)
+        message.ordinal = self.ordinal
+        reward = float(self.ordinal % 2)
+        scored = outcome or Scored(
+            components={"right": reward}, value=reward, scored_under=scored_under, scoring_started_s=1.0
+        )
+        await self.streams.append(
+            message.id,
+            message.SerializeToString() if payload is None else payload,
+            ordinal=self.ordinal,
+            sample=0,
+            fields={"task": message.task, "ordinal": str(self.ordinal)},
+        )
+        self.ordinal += 1
+        await self.streams.open_consumer(StreamName.TRAJECTORIES, "reward")
+        (delivery,) = await self.streams.read(StreamName.TRAJECTORIES, "reward", count=1, block_ms=0)
+        fields = {**delivery.fields, "outcome": scored.model_dump_json()}
+        assert await self.streams.move(delivery, "reward", StreamName.SCORED, fields)
+        return message.id
+
+    async def deliver_many(self, count: int) -> list[str]:
+        return [await self.deliver() for _ in range(count)]
+
+    async def settled(self, ids: Sequence[str]) -> list[str]:
+        """Those of these ids whose payload is gone."""
+        return [i for i in ids if await self.streams.payload(i) is None]
+
+    async def start(self) -> Trainer:
+        """A trainer process over this world, restored from the newest whole checkpoint."""
+        return await Trainer.start(self)
+
+
+@dataclass
+class Trainer:
+    """One life of the trainer process."""
+
+    world: World
+    loop: TrainerLoop
+    parts: Parts
+    backend: TorchReferenceBackend
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    async def start(cls, world: World) -> Trainer:
+        torch.set_num_threads(1)
+        config = world.config
+        if await world.board.preference() is None:
+            await world.board.put_preference(PREFERENCE)
+        checkpoints = CheckpointStore(config.run.dir / "checkpoints", config.run.name, 3, 0, 0)
+        restored = checkpoints.newest()
+        epoch = await world.board.new_trainer_epoch()
+        progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
+        backend = TorchReferenceBackend(config, world.initial)
+        ranks = Ranks(backend, SaoUpdate(backend, SaoSettings.of(config)))
+        if restored is not None:
+            ranks.load(restored.backend_dir)
+        archive = Archive(config.run.dir / "archive")
+        consumer = Consumer(
+            world.streams,
+            world.board,
+            config.trainer,
+            Limits(config.run.name, 32, 512, 2**20, 1e-5),
+            epoch=epoch,
+            restored=progress.unsettled_ids,
+            dropped=Counter(progress.dropped),
+        )
+        consumer.requeue(await lost_work(archive, progress, world.streams))
+        publisher = Publisher(
+            store=FileSystemVersionStore(config.versions_dir, 0),
+            board=world.board,
+            run=config.run.name,
+            epoch=epoch,
+            initial=world.initial,
+            canary=canary_sequences([[1, 5, 6]], 32, 0),
+            keep_versions=4,
+        )
+        health = Health(60.0)
+        parts = Parts(
+            config, ranks, world.streams, world.board, consumer, publisher, checkpoints, archive, health, epoch
+        )
+        return cls(world, TrainerLoop(parts, progress), parts, backend)
+
+    async def run(self) -> None:
+        """Until the run's last update, or until `stop` is set."""
+        await asyncio.wait_for(self.loop.run(self.stop), 60)
+
+    async def run_updates(self, count: int) -> None:
+        """Run, be asked to stop in good order during the `count`-th optimiser step, and end."""
+        finish = self.parts.ranks.finish
+        left = count
+
+        def counted() -> UpdateStats:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self.stop.set()
+            return finish()
+
+        self.parts.ranks.finish = counted  # type: ignore[method-assign]
+        if count == 0:
+            self.stop.set()
+        await self.run()
+
+    async def run_until_crash(self, owner: object, call: str, *, at: int) -> None:
+        """Run, and lose power at the start of the `at`-th call of `owner.call`."""
+        original = getattr(owner, call)
+        left = at
+
+        def crashing(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise PowerFailureError
+            return original(*arguments, **keywords)
+
+        setattr(owner, call, crashing)
+        with pytest.raises(PowerFailureError):
+            await self.run()
+        setattr(owner, call, original)
+
+
+class PowerFailureError(BaseException):
+    """The process ends here; no handler of the code under test runs."""

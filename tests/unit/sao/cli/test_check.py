@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from sao.cli.check import check
+from sao.config import load_run_config
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(check)
+    return app
+
+
+def run(app: typer.Typer, *arguments: str, **env: str) -> Result:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200", **env})
+
+
+def rows(output: str) -> dict[str, str]:
+    """First two columns of every table row."""
+    cells = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if line.startswith("│")
+    ]
+    return {row[0]: row[1] for row in cells}
+
+
+def test_effective_values_and_derived_numbers_are_printed(app: typer.Typer) -> None:
+    result = run(app, "--preset", "tiny", "--set", "trainer.trajectories_per_update=2")
+    assert result.exit_code == 0
+    table = rows(result.stdout)
+    assert table["trainer.trajectories_per_update"] == "2"
+    assert table["trainer.kl_coef"] == "0.02"
+    assert table["run.updates"] == "250"
+    assert table["policy learning rate"] == "0.0002"
+    assert table["admission limit"] == "10 trajectories"
+    assert "warning" not in result.stdout
+
+
+def test_warnings_name_their_key_and_do_not_fail(app: typer.Typer) -> None:
+    result = run(app, "--preset", "tiny", "--set", "trainer.max_lag=9")
+    assert result.exit_code == 0
+    assert "warning trainer.max_lag: 9 updates" in result.stdout
+
+
+@pytest.mark.parametrize("arguments", [["--set", "trainer.lr=-1.0"], ["--set", "trainer.lrr=1"], ["--preset", "huge"]])
+def test_a_wrong_setting_exits_2_with_its_key_on_stderr(app: typer.Typer, arguments: list[str]) -> None:
+    result = run(app, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    key = arguments[1].partition("=")[0] if arguments[0] == "--set" else "preset"
+    assert key in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_run_file_is_read(app: typer.Typer, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('preset = "tiny"\n[run]\nseed = 77\n')
+    assert rows(run(app, str(path)).stdout)["run.seed"] == "77"
+    missing = run(app, str(tmp_path / "absent.toml"))
+    assert missing.exit_code == 2
+    assert "absent.toml" in missing.stderr
+
+
+def test_the_printed_file_is_the_effective_configuration(app: typer.Typer, tmp_path: Path) -> None:
+    result = run(app, "--preset", "tiny", "--toml")
+    path = tmp_path / "effective.toml"
+    path.write_text(result.stdout)
+    assert load_run_config(path, env={}) == load_run_config(env={}, preset="tiny")
+
+
+def test_secrets_are_not_shown(app: typer.Typer) -> None:
+    secrets = {"SAO__AUTH__TOKEN": "s3cret-token", "SAO__REDIS__URL": "redis://:s3cret-password@store:6379/0"}
+    result = run(app, **secrets)
+    assert rows(result.stdout)["redis.url"] == "redis://store:6379/0"
+    assert "s3cret" not in result.output + run(app, "--toml", **secrets).output

@@ -1,0 +1,111 @@
+"""The command line: what is refused, with which words and exit status, before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sao.cli.main import app, asked_config
+from sao.config import ConfigError, dump_run_config, load_run_config
+from sao.supervisor.folder import RunFolder
+from sao.supervisor.up import refuse_another_run, resume_command
+from tests.support.update_rows import rows_of
+
+runner = CliRunner()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--preset", "tiny", "--set", "trainer.learning_rate=1"], "trainer.learning_rate"),
+        (["--preset", "tiny", "--seed", "-3"], "run.seed"),
+        (["--preset", "huge"], "preset"),
+        (["--preset", "tiny", "--engines", "0"], "engine.count"),
+        ([], "preset"),
+    ],
+)
+def test_a_wrong_setting_ends_with_2_and_its_key(arguments: list[str], key: str, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["up", *arguments, "--run-dir", str(tmp_path / "run")])
+
+    assert result.exit_code == 2
+    assert key in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_file_with_an_unknown_key_ends_with_2(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('preset = "tiny"\n[rollout]\nconcurency = 4\n')
+
+    for arguments in ([str(file)], ["--preset", str(file)]):
+        result = runner.invoke(app, ["up", *arguments])
+        assert result.exit_code == 2
+        assert "rollout.concurency" in result.output
+
+
+def test_options_override_the_preset(tmp_path: Path) -> None:
+    config = asked_config(None, "tiny", ["run.seed=5", "run.updates=7", "trainer.trajectories_per_update=1"], tmp_path)
+
+    assert (config.run.seed, config.run.updates, config.trainer.trajectories_per_update) == (5, 7, 1)
+    assert config.redis.embedded
+
+
+def test_a_run_folder_alone_asks_for_what_that_run_was_asked_for(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    first = load_run_config(None, ["run.seed=5", f'run.dir="{tmp_path}"'], env={}, preset="tiny")
+    folder.asked_file.write_text(dump_run_config(first))
+
+    again = asked_config(None, None, ["run.updates=500"], tmp_path)
+
+    assert again == first.model_copy(update={"run": first.run.model_copy(update={"updates": 500})})
+    refuse_another_run(again, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [("run.seed=6", "run.seed"), ("task.name=writing", "task.name"), ("model.hidden_size=96", "model")],
+)
+def test_a_folder_is_not_resumed_as_another_run(tmp_path: Path, change: str, key: str) -> None:
+    folder = RunFolder(tmp_path)
+    folder.asked_file.write_text(dump_run_config(load_run_config(None, ["run.seed=5"], env={})))
+
+    with pytest.raises(ConfigError, match="name another --run-dir") as caught:
+        refuse_another_run(load_run_config(None, ["run.seed=5", change], env={}), folder)
+
+    assert caught.value.key == key
+
+
+def test_the_resume_command_survives_a_shell() -> None:
+    assert resume_command(Path("/runs/my run")) == "sao up --run-dir '/runs/my run'"
+
+
+def test_status_and_report_say_when_there_is_nothing(tmp_path: Path) -> None:
+    for command in ("status", "report"):
+        result = runner.invoke(app, [command, str(tmp_path)])
+        assert result.exit_code == 1
+        assert "no run" in result.output
+
+
+def test_status_and_report_of_a_run_that_has_ended(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.run_file.write_text(dump_run_config(load_run_config(None, ["run.seed=4"], env={})))
+    folder.rows_file.write_text("".join(row.model_dump_json() + "\n" for row in rows_of([0.25] * 120)))
+
+    status = runner.invoke(app, ["status", str(tmp_path)])
+    assert status.exit_code == 1
+    assert "not running" in status.output
+    assert "0.250" in status.output
+
+    report = runner.invoke(app, ["report", str(tmp_path)])
+    assert report.exit_code == 0
+    assert "120 trajectories" in report.output
+    assert folder.report_file.exists()
+    assert folder.curves_file.exists()
+
+
+def test_help_teaches_the_first_command() -> None:
+    assert "sao up --preset tiny" in runner.invoke(app, ["--help"]).output
+    up = runner.invoke(app, ["up", "--help"]).output
+    assert "Ctrl-C" in up
+    assert "resumes" in up

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sao.board.memory import MemoryBoard
+from sao.outcome import InfraFailed, Invalid, RewardOutcome, Scored, TimedOut
+from sao.preference import PreferenceDocument
+from sao.tasks.base import Task, UnscorableError
+from sao.tasks.calculator import Calculator
+from sao.tasks.tiny_tokenizer import tokenizer_of_run
+from sao.tokenizer import Tokenizer
+from sao.trajectory import Trajectory
+from sao.v1 import trajectory_pb2 as pb
+from services.reward.scorer import TrajectoryScorer
+from tests.support.scored_tasks import SETTINGS, SteeredTask, TwoScorersTask, always, trajectory
+
+TOKENIZER = tokenizer_of_run(None, Calculator())
+
+
+async def outcome_of(
+    task: Task,
+    payload: bytes | None = None,
+    *,
+    preference: PreferenceDocument | None = None,
+    timeout_s: float = 5.0,
+) -> RewardOutcome:
+    board = MemoryBoard()
+    await board.put_preference(preference or task.default_preference)
+    settings = SETTINGS.model_copy(update={"component_timeout_s": timeout_s})
+    scorer = TrajectoryScorer(task, TOKENIZER, board.preference, settings, wall_clock=lambda: 12.5)
+    return await scorer.score(trajectory().message.SerializeToString() if payload is None else payload)
+
+
+def raising(error: Exception) -> SteeredTask:
+    def score(_: Trajectory) -> Mapping[str, float]:
+        raise error
+
+    return SteeredTask(score)
+
+
+async def test_components_become_a_reward_under_the_preference() -> None:
+    preference = PreferenceDocument(name="p", weights={"correct": 0.25}, offset=0.5, gates=["style"])
+    outcome = await outcome_of(always(correct=1.0, style=0.5), preference=preference)
+    assert outcome == Scored(
+        components={"correct": 1.0, "style": 0.5}, value=0.375, scored_under=1, scoring_started_s=12.5
+    )
+
+
+@given(correct=st.floats(0, 1), style=st.floats(0, 1), weight=st.floats(-2, 2), offset=st.floats(-1, 1))
+async def test_stored_components_give_the_stored_value_again(
+    correct: float, style: float, weight: float, offset: float
+) -> None:
+    preference = PreferenceDocument(name="p", weights={"correct": weight, "style": 1.0}, offset=offset)
+    outcome = await outcome_of(always(correct, style), preference=preference)
+    assert isinstance(outcome, Scored)
+    assert preference.value(outcome.components) == outcome.value
+    assert preference.low <= outcome.value <= preference.high
+
+
+async def test_a_scorer_that_hangs_is_a_timeout_and_not_a_zero() -> None:
+    release = threading.Event()
+
+    def hang(_: Trajectory) -> Mapping[str, float]:
+        release.wait(20)
+        return {}
+
+    outcome = await outcome_of(SteeredTask(hang), timeout_s=0.01)
+    release.set()
+    assert outcome == TimedOut(component="score", after_s=0.01)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("judge is down"), TimeoutError("judge is down")])
+async def test_a_scorer_that_raises_is_an_infrastructure_failure(error: Exception) -> None:
+    outcome = await outcome_of(raising(error))
+    assert isinstance(outcome, InfraFailed)
+    assert outcome.reason == f"{type(error).__name__}: judge is down"
+
+
+async def test_an_unscorable_trajectory_is_invalid() -> None:
+    outcome = await outcome_of(raising(UnscorableError("no truth")))
+    assert outcome == Invalid(reason="score: no truth")
+
+
+@pytest.mark.parametrize(
+    ("components", "component", "reason"),
+    [
+        ({"correct": 1.0}, "score", "gave ['correct'], declares ['correct', 'style']"),
+        ({"correct": 1.0, "style": 0.0, "more": 0.0}, "score", "'more'"),
+        ({"correct": math.nan, "style": 0.0}, "correct", "correct is nan"),
+        ({"correct": 1.0, "style": math.inf}, "style", "style is inf"),
+        ({"correct": "high", "style": 0.0}, "score", "not every component is a number"),
+    ],
+)
+async def test_components_that_are_not_what_the_task_declares_never_become_a_reward(
+    components: Any, component: str, reason: str
+) -> None:
+    outcome = await outcome_of(SteeredTask(lambda _: components))
+    assert isinstance(outcome, InfraFailed)
+    assert outcome.component == component
+    assert reason in outcome.reason
+
+
+async def test_a_preference_the_components_cannot_serve_is_an_infrastructure_failure() -> None:
+    outcome = await outcome_of(always(), preference=PreferenceDocument(name="p", weights={"foreign": 1.0}))
+    assert isinstance(outcome, InfraFailed)
+    assert outcome.component == "preference"
+    assert "foreign" in outcome.reason
+
+
+@pytest.mark.parametrize("reason", [pb.FINISH_REASON_ABORTED, pb.FINISH_REASON_ENV_ERROR])
+async def test_a_rollout_that_broke_off_is_invalid(reason: pb.FinishReason.ValueType) -> None:
+    outcome = await outcome_of(always(), trajectory(reason).message.SerializeToString())
+    assert isinstance(outcome, Invalid)
+
+
+@pytest.mark.parametrize("reason", [pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TURN_LIMIT])
+async def test_a_rollout_cut_at_a_limit_is_scored(reason: pb.FinishReason.ValueType) -> None:
+    assert isinstance(await outcome_of(always(), trajectory(reason).message.SerializeToString()), Scored)
+
+
+async def test_damaged_bytes_are_invalid() -> None:
+    outcome = await outcome_of(always(), b"\xff\xff\xff")
+    assert isinstance(outcome, Invalid)
+    assert "no sao.v1.Trajectory" in outcome.reason
+
+
+async def test_without_a_preference_nothing_is_scored() -> None:
+    outcome = await TrajectoryScorer(always(), TOKENIZER, MemoryBoard().preference, SETTINGS).score(b"")
+    assert isinstance(outcome, InfraFailed)
+
+
+def gives(**components: float) -> Any:
+    return lambda _trajectory, _tokenizer: components
+
+
+def broken(_trajectory: Trajectory, _tokenizer: Tokenizer) -> Mapping[str, float]:
+    msg = "down"
+    raise RuntimeError(msg)
+
+
+def unscorable(_trajectory: Trajectory, _tokenizer: Tokenizer) -> Mapping[str, float]:
+    msg = "no truth"
+    raise UnscorableError(msg)
+
+
+async def test_separate_scorers_are_put_together() -> None:
+    outcome = await outcome_of(TwoScorersTask(gives(correct=1.0), gives(style=0.25)))
+    assert isinstance(outcome, Scored)
+    assert outcome.components == {"correct": 1.0, "style": 0.25}
+
+
+async def test_a_failing_scorer_is_named_and_invalid_outranks_what_a_retry_could_cure() -> None:
+    failed = await outcome_of(TwoScorersTask(gives(correct=1.0), broken))
+    assert failed == InfraFailed(component="style", reason="RuntimeError: down")
+    invalid = await outcome_of(TwoScorersTask(broken, unscorable))
+    assert invalid == Invalid(reason="style: no truth")
+
+
+async def test_the_preference_is_read_after_the_start_is_noted() -> None:
+    board, order = MemoryBoard(), []
+    await board.put_preference(always().default_preference)
+
+    async def read() -> Any:
+        order.append("read")
+        return await board.preference()
+
+    def clock() -> float:
+        order.append("start")
+        return 0.0
+
+    await TrajectoryScorer(always(), TOKENIZER, read, SETTINGS, wall_clock=clock).score(b"")
+    assert order == ["start", "read"]

@@ -1,0 +1,155 @@
+"""What only a wire can do wrong, on scripted answers in the shapes a real server gives (engine.md, 2.1)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+
+from services.rollout.engines.base import (
+    EngineAbortedError,
+    EngineError,
+    EngineOutputError,
+    EngineRefusedError,
+    EngineUnavailableError,
+    Finish,
+    Span,
+    Turn,
+)
+from services.rollout.engines.sglang import SGLangEngine, error_text
+
+GOOD: dict[str, Any] = {
+    "text": "ab",
+    "output_ids": [5, 6, 2],
+    "meta_info": {
+        "id": "x",
+        "finish_reason": {"type": "stop", "matched": 2},
+        "output_token_logprobs": [[-1.0, 5, None], [-0.5, 6, None], [0.0, 2, None]],
+        "weight_versions": [{"version": "v1", "start": 0, "end": 2}, {"version": "v2", "start": 2, "end": 3}],
+    },
+}
+
+
+def with_meta(**changes: object) -> dict[str, Any]:
+    return GOOD | {"meta_info": GOOD["meta_info"] | changes}
+
+
+async def ask(answer: httpx.Response | httpx.TransportError, requests: list[httpx.Request] | None = None) -> Turn:
+    def respond(request: httpx.Request) -> httpx.Response:
+        if requests is not None:
+            requests.append(request)
+        if isinstance(answer, httpx.TransportError):
+            raise answer
+        return answer
+
+    engine = SGLangEngine("engine-0", "http://engine/", 32, transport=httpx.MockTransport(respond), api_key="secret")
+    try:
+        return await engine.generate([1, 8], max_new_tokens=4, stop_token_ids=[2], rid="r" * 32, timeout_s=5.0)
+    finally:
+        await engine.close()
+
+
+async def test_a_turn_is_read_whole() -> None:
+    turn = await ask(httpx.Response(200, json=GOOD))
+    assert (turn.token_ids, turn.logprobs, turn.finish) == ([5, 6, 2], [-1.0, -0.5, 0.0], Finish.STOP)
+    assert turn.spans == [Span("v1", 0, 2), Span("v2", 2, 3)]
+
+
+async def test_the_request_samples_the_whole_distribution_without_a_seed() -> None:
+    requests: list[httpx.Request] = []
+    await ask(httpx.Response(200, json=GOOD), requests)
+    body = json.loads(requests[0].content)
+    assert body["input_ids"] == [1, 8]
+    assert body["return_logprob"] is True
+    sampling = body["sampling_params"]
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (1.0, 1.0, -1)
+    assert "sampling_seed" not in sampling
+    assert "ignore_eos" not in sampling, "it would switch stop_token_ids off"
+    assert requests[0].headers["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "text"),
+    [
+        (httpx.Response(400, json={"error": {"message": "too long"}}), EngineRefusedError, "too long"),
+        (httpx.Response(400, json={"error": "unknown field x"}), EngineRefusedError, "unknown field x"),
+        (httpx.Response(400, json={"object": "error", "message": "bad type"}), EngineRefusedError, "bad type"),
+        (httpx.Response(401, json={"error": "Unauthorized"}), EngineRefusedError, "Unauthorized"),
+        (httpx.Response(503, json={"message": "The request queue is full."}), EngineUnavailableError, "queue is full"),
+        (httpx.Response(502, text="<html>"), EngineUnavailableError, "<html>"),
+        (httpx.ConnectError("refused"), EngineUnavailableError, "refused"),
+        (httpx.ReadError("reset"), EngineUnavailableError, "reset"),
+    ],
+)
+async def test_every_error_shape_is_read(
+    answer: httpx.Response | httpx.TransportError, error: type[EngineError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        await ask(answer)
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"finish_reason": {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}},
+        {
+            "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+            "output_token_logprobs": [],
+            "weight_versions": [],
+        },
+    ],
+)
+async def test_an_abort_arrives_as_success_and_is_an_error(meta: dict[str, object]) -> None:
+    with pytest.raises(EngineAbortedError, match="Abort"):
+        await ask(httpx.Response(200, json=with_meta(**meta)))
+
+
+async def test_an_abort_in_the_queue_has_a_poor_answer() -> None:
+    poor = {"text": "", "meta_info": {"id": "x", "finish_reason": {"type": "abort", "message": "waiting"}}}
+    with pytest.raises(EngineAbortedError, match="waiting"):
+        await ask(httpx.Response(200, json=poor))
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (with_meta(output_token_logprobs=[[None, 5, None], [None, 6, None], [None, 2, None]]), "NaN"),
+        (with_meta(output_token_logprobs=[[-1.0, 5, None]]), "other ids"),
+        (with_meta(output_token_logprobs=[]), "other ids"),
+        (with_meta(weight_versions=[]), "cover 0 of 3"),
+        (with_meta(weight_versions=[{"version": "v1", "start": 0, "end": 2}]), "cover 2 of 3"),
+        (with_meta(weight_versions=[{"version": "", "start": 0, "end": 3}]), "expected contiguous"),
+        (with_meta(finish_reason=None), "finish_reason"),
+        (with_meta(finish_reason={"type": "novel"}), "novel"),
+        ({"output_ids": [1]}, "not what /generate gives"),
+        ([GOOD], "not what /generate gives"),
+        (with_meta(output_token_logprobs=[[-1, 99, None]]) | {"output_ids": [99]}, "expected 0 <= id < 32"),
+    ],
+)
+async def test_an_answer_that_can_not_be_trained_on_is_an_error(answer: object, text: str) -> None:
+    with pytest.raises(EngineOutputError, match=text):
+        await ask(httpx.Response(200, json=answer))
+
+
+async def test_a_turn_given_up_is_aborted_on_the_server() -> None:
+    paths: list[str] = []
+
+    async def respond(request: httpx.Request) -> httpx.Response:
+        paths.append(request.url.path)
+        if request.url.path == "/generate":
+            await asyncio.Event().wait()
+        return httpx.Response(200)
+
+    engine = SGLangEngine("engine-0", "http://engine", 32, transport=httpx.MockTransport(respond))
+    with pytest.raises(EngineError, match="no answer"):
+        await engine.generate([1], max_new_tokens=1, stop_token_ids=[], rid=uuid4().hex, timeout_s=0.01)
+    assert paths == ["/generate", "/abort_request"]
+
+
+def test_plain_text_is_an_error_text_too() -> None:
+    assert error_text(httpx.Response(400, text="Flush cache failed.")) == "Flush cache failed."
+    assert error_text(httpx.Response(400, json=["odd"])) == "['odd']"

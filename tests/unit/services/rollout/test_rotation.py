@@ -1,0 +1,128 @@
+"""Which engine the next turn runs on, and when a finished turn may be believed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sao.board.base import EngineState
+from sao.board.memory import MemoryBoard
+from services.rollout import metrics
+from services.rollout.engines.base import EngineUnavailableError
+from services.rollout.rotation import NoEngineError, Rotation, UnverifiedVersionError
+from tests.support.rollout_worker import memory_engines, write_engine
+from tests.support.trajectories import VERSIONS
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def rotation(*states: EngineState) -> tuple[Rotation, MemoryBoard, Clock]:
+    board, clock = MemoryBoard(), Clock()
+    for index, state in enumerate(states):
+        await write_engine(board, f"engine-{index}", state)
+    made = Rotation(board, memory_engines(len(states)), clock=clock)
+    await made.refresh()
+    return made, board, clock
+
+
+async def chosen(made: Rotation, prefer: str | None = None) -> str:
+    async with made.turn(timeout_s=1, prefer=prefer) as engine:
+        return engine.engine_id
+
+
+@pytest.mark.parametrize("state", [state for state in EngineState if state is not EngineState.SERVING])
+async def test_only_a_serving_engine_gets_turns(state: EngineState) -> None:
+    made, _, _ = await rotation(state)
+    with pytest.raises(NoEngineError, match=state.value):
+        async with made.turn(timeout_s=0.01):
+            pass
+
+
+async def test_the_least_loaded_engine_is_chosen_and_the_preferred_one_before_it() -> None:
+    made, board, _ = await rotation(EngineState.SERVING, EngineState.SERVING)
+    async with made.turn(timeout_s=1) as first:
+        assert first.engine_id == "engine-0"
+        assert await chosen(made) == "engine-1"
+        assert await chosen(made, prefer="engine-0") == "engine-0"
+        await write_engine(board, "engine-0", EngineState.QUIESCING)
+        await made.refresh()
+        assert await chosen(made, prefer="engine-0") == "engine-1"
+
+
+async def test_an_engine_that_failed_a_turn_is_the_last_choice_for_a_while() -> None:
+    made, board, clock = await rotation(EngineState.SERVING, EngineState.SERVING)
+    with pytest.raises(EngineUnavailableError):
+        async with made.turn(timeout_s=1) as engine:
+            raise EngineUnavailableError(engine.engine_id, "connection refused")
+    assert await chosen(made, prefer="engine-0") == "engine-1"
+    await write_engine(board, "engine-1", EngineState.LOADING)
+    await made.refresh()
+    assert await chosen(made) == "engine-0", "better than none"
+    await write_engine(board, "engine-1")
+    await made.refresh()
+    clock.now += 5
+    assert await chosen(made) == "engine-0"
+
+
+async def test_an_engine_of_another_run_file_is_ignored() -> None:
+    made, board, _ = await rotation(EngineState.LOADING)
+    await write_engine(board, "engine-9")
+    await made.refresh()
+    with pytest.raises(NoEngineError):
+        async with made.turn(timeout_s=0.01):
+            pass
+
+
+async def test_a_waiting_turn_starts_when_an_engine_comes_into_rotation() -> None:
+    made, board, _ = await rotation(EngineState.VERIFYING)
+    waiting = asyncio.create_task(chosen(made))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await write_engine(board, "engine-0")
+    await made.refresh()
+    assert await waiting == "engine-0"
+
+
+async def test_a_verified_version_is_believed_at_once_and_stays_so() -> None:
+    made, board, _ = await rotation(EngineState.SERVING)
+    await made.verified("engine-0", [VERSIONS[0]], timeout_s=0)
+    await write_engine(board, "engine-0", EngineState.QUARANTINED, verified=[])
+    await made.refresh()
+    await made.verified("engine-0", [VERSIONS[0]], timeout_s=0.01)
+
+
+async def test_a_version_verified_elsewhere_is_not_verified_here() -> None:
+    made, board, _ = await rotation(EngineState.SERVING, EngineState.SERVING)
+    await write_engine(board, "engine-1", verified=VERSIONS[:2])
+    await made.refresh()
+    with pytest.raises(UnverifiedVersionError, match=VERSIONS[1]):
+        await made.verified("engine-0", VERSIONS[:2], timeout_s=0.01)
+
+
+async def test_a_quarantine_ends_the_wait_at_once() -> None:
+    made, board, _ = await rotation(EngineState.VERIFYING)
+    waiting = asyncio.create_task(made.verified("engine-0", [VERSIONS[2]], timeout_s=60))
+    await asyncio.sleep(0)
+    await write_engine(board, "engine-0", EngineState.QUARANTINED)
+    await made.refresh()
+    with pytest.raises(UnverifiedVersionError, match="quarantined"):
+        await waiting
+
+
+async def test_idle_time_is_counted_only_while_no_turn_runs() -> None:
+    made, _, clock = await rotation(EngineState.SERVING)
+    counter = metrics.ENGINE_IDLE.labels("engine-0")
+    before = counter._value.get()
+    clock.now += 3
+    async with made.turn(timeout_s=1):
+        clock.now += 50
+        await made.refresh()
+    clock.now += 2
+    await made.refresh()
+    assert counter._value.get() - before == pytest.approx(5)

@@ -1,0 +1,74 @@
+"""One rank of test_ranks.py: rank 0 drives two updates of three trajectories, the other follows.
+
+Run as `python -m tests.unit.services.trainer.rank_main CHECKPOINT OUT` under RANK and WORLD_SIZE.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+
+from sao.config import load_run_config
+from sao.trajectory import Trajectory
+from services.trainer.backends.deepspeed import DeepSpeedBackend
+from services.trainer.core.sao import SaoSettings, SaoUpdate, TrajectoryTensors
+from services.trainer.launch import own_rank
+from services.trainer.ranks import Ranks, follow
+from tests.support.training import random_trajectory
+
+
+def tensors_of(rng: random.Random, reward: float) -> TrajectoryTensors:
+    trajectory = Trajectory(random_trajectory(rng, "unit"))
+    mask = torch.tensor(trajectory.action_mask)
+    return TrajectoryTensors(
+        torch.tensor(trajectory.token_ids),
+        mask,
+        torch.tensor(trajectory.logprobs),
+        torch.zeros_like(mask).long(),
+        reward,
+    )
+
+
+def main(checkpoint: Path, out: Path, world_size: int) -> None:
+    torch.set_num_threads(1)
+    sets = [f"trainer.ranks={world_size}", "trainer.zero_stage=2", "trainer.device=cpu", "trainer.lr=1e-3"]
+    config = load_run_config(None, [*sets, "critic.lr=1e-3"], env={})
+    backend = DeepSpeedBackend(config, checkpoint)
+    update = SaoUpdate(backend, SaoSettings.of(config))
+    if own_rank() > 0:
+        follow(backend, update)
+    else:
+        _drive(Ranks(backend, update), out)
+    backend.close()
+
+
+def _drive(ranks: Ranks, out: Path) -> None:
+    rng = random.Random(3)
+    values: list[list[float]] = []
+    for _ in range(2):
+        ranks.begin(policy_lr=1e-3, critic_lr=1e-3, critic_only=False)
+        trajectories = [tensors_of(rng, float(i % 2)) for i in range(3)]
+        for start in range(0, 3, ranks.count):
+            ranks.accumulate(trajectories[start : start + ranks.count])
+        ranks.heartbeat()
+        stats = ranks.finish()
+        values += [t.advantages_A.tolist() for t in stats.trajectories]
+    logprobs = ranks.logprobs([[1, 5, 6, 7, 20, 11]])
+    directory = out.parent / f"state-{ranks.count}"
+    directory.mkdir()
+    ranks.save(directory)
+    ranks.load(directory)
+    again = ranks.logprobs([[1, 5, 6, 7, 20, 11]])
+    checksum = sum(float(t.double().abs().sum()) for t in ranks.policy_state().values())
+    ranks.stop()
+    out.write_text(json.dumps({"advantages": values, "logprobs": logprobs, "again": again, "checksum": checksum}))
+
+
+if __name__ == "__main__":
+    import os
+
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(os.environ["WORLD_SIZE"]))

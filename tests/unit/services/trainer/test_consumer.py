@@ -1,0 +1,221 @@
+"""What the consumer lets train, and what becomes of the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from sao.board.base import VersionRecord
+from sao.invariants import Limits
+from sao.outcome import Scored, TimedOut
+from sao.preference import PreferenceDocument
+from sao.streams.base import StreamName, StreamUnavailableError
+from services.trainer.consumer import CONSUMER, Consumer, Position, Refused, Taken
+from tests.support.training import PREFERENCE, World, random_trajectory
+from tests.support.trajectories import MUTATIONS, bad
+from tests.unit.services.trainer.conftest import NewWorld
+
+HERE = Position("v00000006", 5)
+
+
+async def consumer_of(world: World) -> Consumer:
+    """A consumer at update 5, on a line of versions v1 .. v6 (updates 0 .. 5)."""
+    await world.board.put_preference(PREFERENCE)
+    epoch = await world.board.new_trainer_epoch()
+    parent = None
+    for update in range(6):
+        name = f"v{update + 1:08d}"
+        await world.board.announce_version(VersionRecord(name=name, update=update, parent=parent, epoch=epoch))
+        parent = name
+    limits = Limits("unit", 32, 512, 2**20, 1e-5)
+    consumer = Consumer(world.streams, world.board, world.config.trainer, limits, epoch=epoch)
+    await consumer.open()
+    return consumer
+
+
+async def take(consumer: Consumer) -> Taken | Refused | None:
+    return await consumer.take(HERE, block_ms=0)
+
+
+async def test_tokens_older_than_tau_are_masked_by_their_lag_and_the_rest_trains(new_world: NewWorld) -> None:
+    world = new_world("trainer.max_lag=2")
+    consumer = await consumer_of(world)
+    message = random_trajectory(world.rng, "unit", version="v00000001")
+    message.segments[2].versions[0].version = "v00000006"
+    await world.deliver(message)
+
+    taken = await take(consumer)
+
+    assert isinstance(taken, Taken)
+    assert taken.lag == 5
+    first, second = (len(message.segments[i].token_ids) for i in (0, 2))
+    assert taken.tensors.lag_T[taken.tensors.action_mask_T].tolist() == [5] * first + [0] * second
+    assert await world.streams.unconsumed() == 0
+    assert await world.streams.payload(message.id) is not None
+
+
+@pytest.mark.parametrize(
+    ("stale_policy", "versions", "trains"),
+    [
+        ("mask_tokens", ("v00000001", "v00000001"), False),
+        ("mask_tokens", ("v00000001", "v00000006"), True),
+        ("drop", ("v00000001", "v00000006"), False),
+        ("drop", ("v00000004", "v00000006"), True),
+    ],
+)
+async def test_the_stale_policy_decides_what_an_old_trajectory_may_teach(
+    new_world: NewWorld, stale_policy: str, versions: tuple[str, str], trains: bool
+) -> None:
+    world = new_world("trainer.max_lag=2", f"trainer.stale_policy={stale_policy}")
+    consumer = await consumer_of(world)
+    message = random_trajectory(world.rng, "unit")
+    for segment, version in zip((message.segments[0], message.segments[2]), versions, strict=True):
+        segment.versions[0].version = version
+    await world.deliver(message)
+
+    found = await take(consumer)
+
+    assert isinstance(found, Taken) is trains
+    if not trains:
+        assert found == Refused(message.id, "stale")
+        assert consumer.dropped == {"stale": 1}
+        assert await world.settled([message.id]) == [message.id]
+    assert await world.streams.unconsumed() == 0
+
+
+async def test_lag_goes_through_the_common_ancestor(new_world: NewWorld) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    branch = VersionRecord(name="v00000009", update=4, parent="v00000002", epoch=1)
+    await world.board.announce_version(branch)
+    await world.deliver(random_trajectory(world.rng, "unit", version=branch.name))
+    taken = await take(consumer)
+    assert isinstance(taken, Taken)
+    assert taken.lag == (5 - 1) + (4 - 1)
+
+
+async def test_a_version_of_another_tree_trains_nothing(new_world: NewWorld) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    await world.board.announce_version(VersionRecord(name="v00000009", update=5, parent=None, epoch=1))
+    message = random_trajectory(world.rng, "unit", version="v00000009")
+    await world.deliver(message)
+    assert await take(consumer) == Refused(message.id, "lineage")
+
+
+async def test_an_update_pins_its_preference_and_reweights_the_rest_to_it(new_world: NewWorld) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    await world.deliver_many(3)
+    await world.board.put_preference(PreferenceDocument(name="wrong", weights={"right": -1.0}, offset=1.0))
+
+    consumer.begin_update()
+    first = await take(consumer)
+    await world.board.put_preference(PREFERENCE)
+    second = await take(consumer)
+    consumer.begin_update()
+    third = await take(consumer)
+
+    found = [t for t in (first, second, third) if isinstance(t, Taken)]
+    assert [(t.outcome.value, t.reward, t.trained_under) for t in found] == [
+        (0.0, 1.0, 2),
+        (1.0, 0.0, 2),
+        (0.0, 0.0, 3),
+    ]
+
+
+@pytest.mark.parametrize(("policy", "trained_under"), [("keep", 1), ("rescore", 2), ("drop", None)])
+async def test_the_preference_policy_decides_about_other_scores(
+    new_world: NewWorld, policy: str, trained_under: int | None
+) -> None:
+    world = new_world(f"trainer.preference_policy={policy}")
+    consumer = await consumer_of(world)
+    trajectory_id = await world.deliver()
+    await world.board.put_preference(PREFERENCE)
+    found = await take(consumer)
+    if trained_under is None:
+        assert found == Refused(trajectory_id, "preference")
+    else:
+        assert isinstance(found, Taken)
+        assert found.trained_under == trained_under
+
+
+async def test_a_missing_component_sends_a_trajectory_back_twice_at_most(new_world: NewWorld) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    trajectory_id = await world.deliver()
+    await world.board.put_preference(PreferenceDocument(name="new", weights={"unheard_of": 1.0}))
+
+    for rescores in ("1", "2"):
+        assert await take(consumer) == Refused(trajectory_id, "rescore")
+        assert await world.streams.unconsumed() == 1
+        (back,) = await world.streams.read(StreamName.TRAJECTORIES, "reward", count=1, block_ms=0)
+        assert (back.fields["rescores"], "outcome" in back.fields) == (rescores, False)
+        outcome = Scored(components={"right": 1.0}, value=1.0, scored_under=1, scoring_started_s=2.0)
+        fields = {**back.fields, "outcome": outcome.model_dump_json()}
+        assert await world.streams.move(back, "reward", StreamName.SCORED, fields)
+
+    assert await take(consumer) == Refused(trajectory_id, "preference")
+    assert await world.streams.unconsumed() == 0
+
+
+@pytest.mark.parametrize("payload", [b"\xff\xff\xff", b"", None])
+async def test_a_damaged_payload_is_buried_and_the_next_trains(new_world: NewWorld, payload: bytes | None) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    trajectory_id = await world.deliver(payload=payload or b"")
+    if payload is None:
+        world.streams._payloads.pop(trajectory_id)
+    await world.deliver()
+
+    refused = await take(consumer)
+
+    assert isinstance(refused, Refused)
+    assert refused.reason == ("payload_missing" if payload is None else "payload_damaged")
+    (letter,) = await world.streams.dead_letters(count=5)
+    assert letter.trajectory_id == trajectory_id
+    assert isinstance(await take(consumer), Taken)
+
+
+@pytest.mark.parametrize("mutation", sorted(MUTATIONS.keys() - {"id_of_another_kind", "negative_ordinal"}))
+async def test_nothing_that_violates_an_invariant_reaches_the_weights(new_world: NewWorld, mutation: str) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    limits = Limits("unit", 32, 512, 2**20, 1e-5)
+    message, _ = bad(mutation, world.rng, limits)
+    await world.deliver(message)
+    refused = await take(consumer)
+    assert isinstance(refused, Refused)
+    assert refused.reason == "payload_damaged"
+
+
+async def test_only_a_scored_outcome_trains(new_world: NewWorld) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    trajectory_id = await world.deliver(outcome=TimedOut(component="judge", after_s=1.0))
+    assert await take(consumer) == Refused(trajectory_id, "not_scored")
+
+
+async def test_a_rewind_after_an_outage_neither_trains_twice_nor_loses_the_right_to_settle(new_world: NewWorld) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    ids = await world.deliver_many(2)
+    assert isinstance(await take(consumer), Taken)
+
+    payload = world.streams.payload
+
+    async def unavailable(_: str) -> bytes | None:
+        raise StreamUnavailableError
+
+    world.streams.payload = unavailable  # type: ignore[method-assign]
+    with pytest.raises(StreamUnavailableError):
+        await take(consumer)
+    world.streams.payload = payload  # type: ignore[method-assign]
+    await consumer.open()
+
+    assert await take(consumer) == Refused(ids[0], "in_hand")
+    second = await take(consumer)
+    assert isinstance(second, Taken)
+    assert second.trajectory.id == ids[1]
+    assert await consumer.settle(ids) == 2
+    assert await world.settled(ids) == ids
+    assert CONSUMER == "trainer"

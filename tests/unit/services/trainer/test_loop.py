@@ -1,0 +1,286 @@
+"""The trainer's loop over a whole life and over its death: nothing lost, nothing twice, nothing settled too early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from sao.archive import Archive
+from sao.board.base import TrainerState
+from sao.rows import UpdateRow, read_rows
+from sao.streams.base import FencedError, StreamName
+from sao.weights.filesystem import FileSystemVersionStore
+from services.trainer.checkpoint import CheckpointStore
+from tests.support.training import ROOT, World, random_trajectory
+from tests.unit.services.trainer.conftest import NewWorld
+
+
+def rows(world: World) -> list[UpdateRow]:
+    return [row for row, _ in read_rows(world.config.run.dir / "updates.jsonl")]
+
+
+def trained_ids(world: World) -> list[str]:
+    return [t.id for row in rows(world) for t in row.trajectories]
+
+
+def weights_of(world: World, version: str) -> list[tuple[str, str]]:
+    manifest = FileSystemVersionStore(world.config.versions_dir, 0).manifest(version)
+    return sorted((tensor.name, tensor.sha256) for tensor in manifest.tensors)
+
+
+async def test_each_update_takes_exactly_its_trajectories_oldest_first(new_world: NewWorld) -> None:
+    world = new_world("run.updates=3")
+    ids = await world.deliver_many(8)
+
+    trainer = await world.start()
+    await trainer.run()
+
+    assert trained_ids(world) == ids[:6]
+    assert [row.update for row in rows(world)] == [1, 2, 3]
+    assert [len(row.trajectories) for row in rows(world)] == [2, 2, 2]
+    assert await world.streams.unconsumed() == 2
+    facts = await world.board.trainer()
+    assert facts is not None
+    assert (facts.update, facts.consumed, facts.state) == (3, 6, TrainerState.FINISHED)
+
+
+async def test_the_critic_steps_k_times_an_update_and_alone_while_it_warms_up(new_world: NewWorld) -> None:
+    world = new_world("run.updates=2", "critic.warmup_updates=3", "critic.updates_per_policy_update=2")
+    await world.deliver_many(10)
+    trainer = await world.start()
+    steps: list[str] = []
+    lrs: list[tuple[float, float]] = []
+    for role in ("policy", "critic"):
+        step = getattr(trainer.backend, f"{role}_step")
+        setattr(trainer.backend, f"{role}_step", lambda d, s=step, r=role: steps.append(r) or s(d))
+    set_lr = trainer.backend.set_lr
+    trainer.backend.set_lr = lambda policy, critic: lrs.append((policy, critic)) or set_lr(policy, critic)  # type: ignore[func-returns-value,method-assign]
+
+    await trainer.run()
+
+    warm_up = ["critic", "critic"] * 3
+    assert steps == warm_up + ["critic", "critic", "policy"] * 2
+    assert [critic for _, critic in lrs] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 1e-3])
+    assert [(row.update, row.critic_only) for row in rows(world)] == [(0, True)] * 3 + [(1, False), (2, False)]
+    # While only the critic learns, the policy and what is published of it stay what they were.
+    assert [row.version for row in rows(world)] == ["", "", "", "v00000002", "v00000003"]
+    assert weights_of(world, ROOT) != weights_of(world, "v00000002")
+
+
+async def test_nothing_is_settled_before_a_checkpoint_holds_it(new_world: NewWorld) -> None:
+    world = new_world("run.updates=4", "checkpoint.every_updates=3")
+    ids = await world.deliver_many(8)
+    trainer = await world.start()
+    seen: list[tuple[int, int]] = []
+    save = trainer.parts.ranks.save
+
+    def watched_save(directory: Path) -> None:
+        gone = sum(1 for i in ids if i not in world.streams._payloads)
+        seen.append((trainer.loop.progress().update, gone))
+        save(directory)
+
+    trainer.parts.ranks.save = watched_save  # type: ignore[method-assign]
+    await trainer.run()
+
+    assert seen == [(3, 0), (4, 6)]
+    assert await world.settled(ids) == ids
+    assert (await world.streams.depth(StreamName.SCORED)).length == 0
+
+
+async def test_a_stop_makes_finished_updates_durable_and_gives_the_rest_back(new_world: NewWorld) -> None:
+    world = new_world("run.updates=9")
+    ids = await world.deliver_many(5)
+
+    trainer = await world.start()
+    await trainer.run_updates(2)
+
+    assert await world.settled(ids) == ids[:4]
+    second = await world.start()
+    await world.deliver()
+    await second.run_updates(1)
+    assert trained_ids(world)[4] == ids[4]
+    assert [row.update for row in rows(world)] == [1, 2, 3]
+    facts = await world.board.trainer()
+    assert facts is not None
+    assert facts.state is TrainerState.TRAINING
+
+
+@pytest.mark.parametrize(
+    "where", ["finish", "append", "policy_state", "announce_version", "write_trainer", "save", "collect", "settle"]
+)
+async def test_after_a_crash_anywhere_training_goes_on_bit_for_bit_and_trains_nothing_twice(
+    new_world: NewWorld, where: str
+) -> None:
+    settings = ("run.updates=4", "checkpoint.every_updates=2")
+    straight, crashed = (new_world(*settings, folder=name) for name in ("straight", "crashed"))
+    twins = [random_trajectory(straight.rng, "unit") for _ in range(8)]
+    for world in (straight, crashed):
+        for message in twins:
+            await world.deliver(message)
+    await (await straight.start()).run()
+
+    first = await crashed.start()
+    parts = first.parts
+    owner = {
+        "finish": parts.ranks,
+        "append": parts.archive,
+        "policy_state": parts.ranks,
+        "announce_version": crashed.board,
+        "write_trainer": crashed.board,
+        "save": parts.ranks,
+        "collect": CheckpointStore,
+        "settle": crashed.streams,
+    }[where]
+    call = "_collect" if where == "collect" else where
+    await first.run_until_crash(owner, call, at=1 if where in {"save", "collect", "settle"} else 4)
+    second = await crashed.start()
+    restored = second.loop.progress()
+    await second.run()
+
+    effective = [row for row in rows(crashed) if row.trainer_epoch == 2 or row.update <= restored.update]
+    assert [row.update for row in effective] == [1, 2, 3, 4]
+    assert [t.id for row in effective for t in row.trajectories] == [message.id for message in twins]
+    assert await crashed.settled(twins_ids := [message.id for message in twins]) == twins_ids
+    last = (await straight.board.trainer(), await crashed.board.trainer())
+    assert last[0] is not None
+    assert last[1] is not None
+    assert last[0].consumed == last[1].consumed == 8
+    assert weights_of(straight, last[0].version) == weights_of(crashed, last[1].version)
+
+
+async def test_an_older_checkpoint_gets_from_the_archive_what_it_lacks(new_world: NewWorld) -> None:
+    world = new_world("run.updates=2", "checkpoint.every_updates=1")
+    ids = await world.deliver_many(4)
+    await (await world.start()).run()
+    assert await world.settled(ids) == ids
+
+    newest = world.config.run.dir / "checkpoints" / "update-00000002"
+    (newest / "progress.json").write_text("torn")
+    second = await world.start()
+    assert second.loop.progress().update == 1
+    await second.run()
+
+    assert [t.id for t in rows(world)[-1].trajectories] == ids[2:]
+    archived = Archive(world.config.run.dir / "archive").read(2)
+    assert [t.trajectory.id for t in archived.trajectories] == ids[2:]
+    assert archived.trainer_epoch == 2
+
+
+async def test_a_finished_run_ends_at_once_and_a_longer_one_goes_on(new_world: NewWorld) -> None:
+    world = new_world("run.updates=1")
+    await world.deliver_many(2)
+    await (await world.start()).run()
+
+    again = await world.start()
+    assert again.loop.finished
+
+    longer = new_world("run.updates=2")
+    longer.board, longer.streams, longer.ordinal = world.board, world.streams, world.ordinal
+    await longer.deliver_many(2)
+    await (await longer.start()).run()
+    assert [row.update for row in rows(longer)] == [1, 2]
+
+
+async def test_a_restored_trainer_publishes_its_state_as_a_new_version_before_it_consumes(new_world: NewWorld) -> None:
+    world = new_world("run.updates=2")
+    await world.deliver_many(2)
+    await (await world.start()).run_updates(1)
+    before = await world.board.trainer()
+    assert before is not None
+
+    second = await world.start()
+    await second.run_updates(0)
+
+    record = (await world.board.versions())["v00000003"]
+    assert (record.update, record.parent, record.epoch) == (1, before.version, 2)
+    assert weights_of(world, "v00000003") == weights_of(world, before.version)
+
+
+async def test_a_starved_trainer_checkpoints_so_that_finished_work_is_settled(new_world: NewWorld) -> None:
+    world = new_world("run.updates=9", "checkpoint.starved_after_s=0.05")
+    ids = await world.deliver_many(3)
+    trainer = await world.start()
+    saves: list[Path] = []
+    save = trainer.parts.ranks.save
+    trainer.parts.ranks.save = lambda directory: saves.append(directory) or save(directory)  # type: ignore[func-returns-value,method-assign]
+
+    settle = trainer.parts.consumer.settle
+
+    async def settle_and_stop(trajectory_ids: Iterable[str]) -> int:
+        trainer.stop.set()
+        return await settle(trajectory_ids)
+
+    trainer.parts.consumer.settle = settle_and_stop  # type: ignore[method-assign]
+    await trainer.run()
+
+    # The third is of an unfinished update: it stays on the stream, and no second checkpoint of update 1 was written.
+    assert await world.settled(ids) == ids[:2]
+    assert len(saves) == 1
+
+
+async def test_too_many_unsettled_bytes_force_a_checkpoint(new_world: NewWorld) -> None:
+    world = new_world("run.updates=2", "checkpoint.unacked_mb_max=1")
+    trainer = await world.start()
+    for _ in range(4):
+        message = random_trajectory(world.rng, "unit")
+        message.task_payload_json = '{"x": "' + "x" * 700_000 + '"}'
+        await world.deliver(message)
+    await trainer.run()
+    assert trainer.parts.checkpoints.updates() == [1, 2]
+
+
+async def test_a_trainer_that_was_replaced_settles_nothing(new_world: NewWorld) -> None:
+    world = new_world("run.updates=2")
+    ids = await world.deliver_many(2)
+    old = await world.start()
+    await world.board.new_trainer_epoch()
+    with pytest.raises(FencedError):
+        await old.run()
+    assert await world.settled(ids) == []
+
+
+async def test_weights_that_are_not_finite_are_not_published(new_world: NewWorld) -> None:
+    world = new_world("run.updates=2")
+    await world.deliver_many(4)
+    trainer = await world.start()
+    state = trainer.parts.ranks.policy_state
+
+    def poisoned() -> dict[str, torch.Tensor]:
+        tensors = state()
+        if trainer.loop.progress().update == 1:
+            next(iter(tensors.values()))[0, 0] = float("nan")
+        return tensors
+
+    trainer.parts.ranks.policy_state = poisoned  # type: ignore[method-assign]
+    await trainer.run()
+    assert [row.version for row in rows(world)] == ["", "v00000002"]
+    assert (await world.board.versions())["v00000002"].parent == ROOT
+
+
+async def test_the_archive_holds_what_was_trained(new_world: NewWorld) -> None:
+    world = new_world("run.updates=1")
+    await world.deliver_many(2)
+    await (await world.start()).run()
+
+    archived = Archive(world.config.run.dir / "archive").read(1)
+    assert archived.version_before == ROOT
+    assert archived.preference_version == 1
+    for trained in archived.trajectories:
+        actions = sum(len(s.token_ids) for s in trained.trajectory.segments if s.logprobs)
+        lengths = {len(trained.values), len(trained.advantages), len(trained.ratios), len(trained.weights)}
+        assert lengths == {actions}
+    assert [t.reward for t in archived.trajectories] == [0.0, 1.0]
+    assert archived.metrics["dis_accepted_fraction"] >= 0
+
+
+async def test_a_torn_last_row_is_cut_off_before_the_next_is_written(new_world: NewWorld) -> None:
+    world = new_world("run.updates=2")
+    await world.deliver_many(4)
+    await (await world.start()).run_updates(1)
+    with (world.config.run.dir / "updates.jsonl").open("ab") as file:
+        file.write(b'{"update": 2, "tor')
+    await (await world.start()).run()
+    assert [row.update for row in rows(world)][-1] == 2

@@ -1,0 +1,303 @@
+"""Rounds on engines that misbehave the way real ones do: what serves is proven, and nothing else serves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sao.board.base import EngineState
+from sao.streams.base import StreamUnavailableError
+from services.weights.preflight import directory_layout
+from tests.support.versions import announce, floats, publish_checkpoint, write_safetensors, write_toy_checkpoint
+from tests.unit.services.weights.world import World
+
+SERVED = ["quiescing", "quiesced", "loading", "verifying", "serving"]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> World:
+    made = World(tmp_path)
+    await made.restore()
+    return made
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> World:
+    made = World(tmp_path, engines=2)
+    await made.restore()
+    return made
+
+
+async def test_a_version_is_brought_in_step_by_step(world: World) -> None:
+    await world.settle()
+    version = (await world.publish(1)).version
+    await world.settle()
+    assert world.board.states() == ["starting", *SERVED]
+    facts = await world.facts()
+    assert (facts.version, facts.verified, facts.error) == (version, [version], "")
+    assert facts.in_rotation
+    calls = world.engines[0].calls
+    order = ["pause", "load", "checksums", "resume", "generate", "score"]
+    positions = [len(calls) - 1 - calls[::-1].index(step) for step in order]
+    assert positions == sorted(positions)
+    assert world.store.leases() == {"engine-0": version}
+
+
+async def test_intermediate_versions_are_skipped(world: World) -> None:
+    await world.publish(1)
+    await world.publish(2)
+    newest = await world.publish(3)
+    await world.settle()
+    assert (await world.facts()).verified == [newest.version]
+
+
+async def test_nothing_is_loaded_before_it_is_announced(world: World, tmp_path: Path) -> None:
+    await world.board.new_trainer_epoch()
+    source = write_toy_checkpoint(tmp_path / "unannounced", 1)
+    publish_checkpoint(world.store, source, lambda _, ids: [-1.0] * (len(ids) - 1))
+    assert not await world.fleet.follow()
+    await world.settle()
+    assert "load" not in world.engines[0].calls
+
+
+async def test_republished_tensors_pass_though_checksums_do_not_change(world: World) -> None:
+    await world.publish(1)
+    await world.settle()
+    again = await world.publish(1)
+    await world.settle()
+    assert (await world.facts()).version == again.version
+
+
+async def test_a_load_that_did_nothing_is_noticed_and_rolled_back(world: World) -> None:
+    good = await world.publish(1)
+    await world.settle()
+    world.engines[0].faults.ignore_load = True
+    bad = await world.publish(2)
+    await world.settle()
+    errors = [facts.error for facts in world.board.history if facts.state is EngineState.QUARANTINED]
+    assert len(errors) == 2
+    assert all("nothing was loaded" in error for error in errors)
+    facts = await world.facts()
+    assert (facts.state, facts.version) == (EngineState.SERVING, good.version)
+    assert bad.version not in facts.verified
+    assert bad.version in world.fleet.refused
+
+
+async def test_scrambled_weights_never_serve_and_the_next_version_does(world: World) -> None:
+    world.engines[0].faults.scramble_load = True
+    await world.publish(1)
+    await world.settle()
+    facts = await world.facts()
+    assert facts.state is EngineState.QUARANTINED
+    assert "canary" in facts.error
+    assert "serving" not in world.board.states()
+    world.engines[0].faults.scramble_load = False
+    await world.settle(3600.0)
+    assert (await world.facts()).state is EngineState.QUARANTINED, "a version that nobody proved is not tried again"
+    good = await world.publish(2)
+    await world.settle()
+    assert (await world.facts()).version == good.version
+
+
+async def test_a_stale_prefix_cache_is_noticed(world: World) -> None:
+    await world.publish(1)
+    await world.settle()
+    world.engines[0].faults.keep_cache = True
+    await world.publish(2)
+    await world.settle()
+    facts = await world.facts()
+    assert facts.state is EngineState.QUARANTINED
+    assert "stale prefix cache" in facts.error
+
+
+async def test_updated_but_not_flushed_is_flushed_and_loaded_again(world: World) -> None:
+    world.engines[0].faults.not_flushed_loads = 1
+    version = (await world.publish(1)).version
+    await world.settle()
+    assert (await world.facts()).version == version
+    calls = world.engines[0].calls
+    at = calls.index("load")
+    assert calls[at : at + 3] == ["load", "flush", "load"]
+
+
+async def test_a_flush_that_stays_refused_fails_the_round(world: World) -> None:
+    world.engines[0].faults.not_flushed_loads = 99
+    await world.publish(1)
+    await world.settle()
+    assert (await world.facts()).state is EngineState.QUARANTINED
+
+
+@pytest.mark.parametrize("step", ["pause", "load", "checksums", "resume", "score", "generate"])
+@pytest.mark.parametrize("how", ["hang", "refuse"])
+async def test_one_failed_engine_never_blocks_the_other(pair: World, step: str, how: str) -> None:
+    await pair.publish(1)
+    await pair.settle()
+    setattr(pair.engines[0].faults, how, {step})
+    version = (await pair.publish(2)).version
+    await pair.settle()
+    failed, served = await pair.facts(0), await pair.facts(1)
+    assert failed.state is EngineState.QUARANTINED
+    assert step in failed.error
+    assert (served.state, served.version) == (EngineState.SERVING, version)
+    assert version not in pair.fleet.refused
+    setattr(pair.engines[0].faults, how, ())
+    await pair.settle(5.0)
+    assert (await pair.facts(0)).state is EngineState.QUARANTINED, "the cool-down is not over"
+    await pair.settle(6.0)
+    assert (await pair.facts(0)).version == version
+    assert (await pair.facts(0)).in_rotation
+
+
+async def test_an_engine_whose_checksums_differ_from_the_others_does_not_serve(pair: World) -> None:
+    pair.engines[1].faults.scramble_load = True
+    version = (await pair.publish(1)).version
+    await pair.settle()
+    assert (await pair.facts(0)).in_rotation
+    facts = await pair.facts(1)
+    assert facts.state is EngineState.QUARANTINED
+    assert f"differ from those verified for {version}" in facts.error
+
+
+async def test_loading_is_never_entered_without_an_acknowledged_quiesce(world: World) -> None:
+    world.engines[0].faults.refuse = {"pause"}
+    await world.publish(1)
+    await world.settle()
+    assert "loading" not in world.board.states()
+    assert "load" not in world.engines[0].calls
+
+
+async def test_a_refused_version_never_reaches_an_engine(world: World, tmp_path: Path) -> None:
+    good = await world.publish(1)
+    await world.settle()
+    before = len(world.engines[0].calls)
+    source = write_toy_checkpoint(tmp_path / "half", 2)
+    write_safetensors(source / "model.safetensors", {"lm_head.weight": floats(1.0, 2.0, 3.0)})
+    half = publish_checkpoint(world.store, source, lambda _, ids: [-1.0] * (len(ids) - 1), update=1)
+    await announce(world.board, half)
+    assert not await world.fleet.follow()
+    await world.settle()
+    assert len(world.engines[0].calls) == before
+    assert (await world.facts()).version == good.version
+    assert "layout" in world.fleet.refused[half.version]
+
+
+async def test_a_wrong_shape_in_the_very_first_version_is_held_against_the_launch_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    await world.settle()
+    assert directory_layout(tmp_path / "launch")["lm_head.weight"] == ((3,), "float32")
+    await world.board.new_trainer_epoch()
+    source = write_toy_checkpoint(tmp_path / "shape", 1)
+    tensors = {"model.embed_tokens.weight": floats(1.0, 2.0), "lm_head.weight": floats(1.0)}
+    write_safetensors(source / "model.safetensors", tensors)
+    wrong = publish_checkpoint(world.store, source, lambda _, ids: [-1.0] * (len(ids) - 1))
+    await announce(world.board, wrong)
+    assert not await world.fleet.follow()
+    assert "expected [3]" in world.fleet.refused[wrong.version]
+
+
+async def test_a_restarted_engine_goes_through_a_full_round(world: World) -> None:
+    version = (await world.publish(1)).version
+    await world.settle()
+    seen = len(world.board.history)
+    world.engines[0].restart()
+    await world.settle(1.5)
+    assert world.board.states()[seen:] == ["quarantined", *SERVED]
+    assert "restarted" in world.board.history[seen].error
+    assert (await world.facts()).version == version
+
+
+async def test_an_engine_that_dies_leaves_rotation_and_comes_back_when_it_answers(world: World) -> None:
+    version = (await world.publish(1)).version
+    await world.settle()
+    world.engines[0].faults.unreachable = True
+    await world.settle(1.5)
+    assert (await world.facts()).state is EngineState.QUARANTINED
+    world.engines[0].faults.unreachable = False
+    world.engines[0].restart()
+    await world.settle(1.5)
+    assert (await world.facts()).version == version
+    assert (await world.facts()).in_rotation
+
+
+async def test_an_engine_left_paused_by_an_earlier_process_is_taken_over(world: World) -> None:
+    first = (await world.publish(1)).version
+    await world.settle()
+    await world.engines[0].pause()
+    world.start()
+    await world.restore()
+    assert (await world.facts()).verified == [first]
+    assert not (await world.facts()).in_rotation
+    second = (await world.publish(2)).version
+    await world.settle()
+    assert (await world.facts()).verified == [first, second]
+    assert not world.engines[0].paused
+
+
+async def test_a_new_process_rolls_back_to_what_an_earlier_one_proved(world: World) -> None:
+    good = await world.publish(1)
+    await world.settle()
+    world.start()
+    await world.restore()
+    world.engines[0].faults.ignore_load = True
+    await world.publish(2)
+    await world.settle()
+    assert (await world.facts()).version == good.version
+    assert (await world.facts()).in_rotation
+
+
+@pytest.mark.parametrize("state", list(EngineState)[1:6])
+async def test_a_board_outage_at_any_write_is_made_up_for(world: World, state: EngineState) -> None:
+    version = (await world.publish(1)).version
+    world.board.outage_at = state
+    with pytest.raises(StreamUnavailableError):
+        await world.settle()
+    await world.settle()
+    facts = await world.facts()
+    assert (facts.state, facts.version) == (EngineState.SERVING, version)
+
+
+async def test_old_versions_are_collected_but_not_what_an_engine_holds(pair: World) -> None:
+    first = (await pair.publish(1)).version
+    await pair.settle()
+    pair.engines[0].faults.hang = {"pause"}
+    for seed in (2, 3, 4):
+        await pair.publish(seed)
+        await pair.settle()
+    await pair.fleet.collect()
+    names = pair.store.names()
+    assert pair.store.leases()["engine-0"] == first
+    assert first in names
+    assert len(names) == 3
+
+
+async def test_an_engine_that_is_still_starting_costs_no_attempt(world: World) -> None:
+    world.engines[0].faults.unreachable = True
+    version = (await world.publish(1)).version
+    for _ in range(60):
+        await world.settle(1.5)
+    assert world.board.states() == ["starting"]
+    world.engines[0].faults.unreachable = False
+    await world.settle(1.5)
+    assert world.board.states() == ["starting", *SERVED]
+    assert (await world.facts()).version == version
+
+
+async def test_a_first_version_inspected_before_any_engine_answered_is_looked_at_again(
+    world: World, tmp_path: Path
+) -> None:
+    world.engines[0].faults.unreachable = True
+    await world.board.new_trainer_epoch()
+    source = write_toy_checkpoint(tmp_path / "shape", 1)
+    write_safetensors(source / "model.safetensors", {"model.embed_tokens.weight": floats(1.0, 2.0)})
+    half = publish_checkpoint(world.store, source, lambda _, ids: [-1.0] * (len(ids) - 1))
+    await announce(world.board, half)
+    assert await world.fleet.follow()
+    world.engines[0].faults.unreachable = False
+    await world.settle(1.5)
+    assert "load" not in world.engines[0].calls
+    assert "missing (lm_head.weight)" in world.fleet.refused[half.version]
+    good = await world.publish(2)
+    await world.settle(1.5)
+    assert (await world.facts()).version == good.version
