@@ -149,7 +149,11 @@ class Supervisor:
             return
         status, body = http_text(one.service.health)
         trouble = "" if status == 200 else body.strip()[:200]
-        if trouble and not one.trouble:
+        if status is None and one.child is not None and one.child.exit_code() is not None:
+            return  # it is gone, which the next tick tells better
+        if trouble and one.trouble:
+            return
+        if trouble and status is not None:
             self._tell(one.name, f"not healthy: {trouble}")
         one.trouble = trouble
 

@@ -51,7 +51,6 @@ class PlainLines:
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._next = 0.0
-        self._shown_update = -1
         self._command_shown = False
 
     def tell(self, process: str, event: str) -> None:
@@ -61,22 +60,20 @@ class PlainLines:
         now = time.monotonic()
         if now < self._next:
             return
+        coming = [f"{line.name} {line.state}" for line in status.lines if line.state in {"waiting", "starting"}]
         if status.warm_start is not None:
             step, steps, loss = status.warm_start
             self._print(f"warm-start: step {step} of {steps}, loss {loss:.3f}")
-        elif status.progress.last is not None:
+        elif coming:
+            self._print(f"waiting for {', '.join(coming)}")
+        elif status.progress.last is None:
+            engines = [f"{line.name} {line.note}" for line in status.lines if line.name.startswith("engine")]
+            self._print(f"waiting for the first update ({', '.join(engines) or 'no engine of ours'})")
+        else:
             if not self._command_shown:
                 self._print(f"switch the preference while it trains: {command}")
                 self._command_shown = True
             self._print("  ".join(f"{name} {value}" for name, value in summary(status.progress)))
-        else:
-            waiting = [f"{line.name} {line.state}" for line in status.lines if line.state != "ready"]
-            engines = [
-                f"{line.name} {line.note}" for line in status.lines if line.name.startswith("engine") and line.note
-            ]
-            self._print(
-                "waiting for " + (", ".join(waiting) or f"the first update ({', '.join(engines) or 'no engine yet'})")
-            )
         self._next = now + PLAIN_EVERY_S
 
     def close(self) -> None:

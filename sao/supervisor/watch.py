@@ -50,6 +50,7 @@ class Watch:
         self._board_at = 0.0
         self._engines: dict[str, EngineFacts] = {}
         self._preference: Preference | None = None
+        self._command = switch_command(config, None)
         self._all_ready = False
         self._trained_at: float | None = None
         self._refused_at: float | None = None
@@ -71,8 +72,9 @@ class Watch:
         if time.monotonic() >= self._board_at and self._supervisor.board_is_up:
             self._engines, self._preference = self._board.engines(), self._board.preference()
             self._board_at = time.monotonic() + BOARD_EVERY_S
+            self._command = switch_command(self._config, self._preference)
             self._check_first_version()
-        self._view.show(self._status(), switch_command(self._config, self._preference))
+        self._view.show(self._status(), self._command)
         return outcome is Outcome.FINISHED and self._engines_done()
 
     def _check_first_version(self) -> None:

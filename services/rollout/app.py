@@ -107,6 +107,7 @@ def _worker(
         rollout.worker_id,
         stub=stub,
         runner=runner,
+        rotation=rotation,
         publisher=publisher,
         health=health,
         concurrency=rollout.concurrency,

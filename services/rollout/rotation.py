@@ -94,6 +94,10 @@ class Rotation:
                 answers = True
             await asyncio.sleep(self._refresh_s)
 
+    async def serving(self, *, timeout_s: float) -> bool:
+        """Whether any engine is in rotation, waiting at most `timeout_s` for one."""
+        return await self._wait(lambda: self._choose(None), timeout_s) is not None
+
     @contextlib.asynccontextmanager
     async def turn(self, *, timeout_s: float, prefer: str | None = None) -> AsyncIterator[Engine]:
         """An engine in rotation for one turn: `prefer` while it is in, else the least loaded one.

@@ -2,6 +2,7 @@
 
 - A lease is held from its grant until its trajectory is durable, renewed in the background all the while; an
   episode whose lease is lost is cancelled, for somebody else may be playing it.
+- No lease is taken while no engine is in rotation: its time would run out unused.
 - A failed turn costs an attempt: the episode starts anew under the same lease, `ATTEMPTS` times at most.
 - When asked to stop it takes no more leases, gives what is in flight `DRAIN_S`, and leaves the rest to their expiry.
 """
@@ -24,6 +25,7 @@ from services.rollout.episode import EpisodeRunner, UnplayableError
 from services.rollout.ingest_client import retry_after_s
 from services.rollout.publisher import Publisher, PublishResult, again
 from services.rollout.repeats import Repeats
+from services.rollout.rotation import Rotation
 
 if TYPE_CHECKING:
     from services.rollout.ingest_client import Stub
@@ -34,6 +36,7 @@ ATTEMPTS = 3
 DRAIN_S = 2.0
 _FIRST_PAUSE_S = 0.25
 _MOST_LEASES = 256
+_ROTATION_WAIT_S = 0.5
 _STORE_RETRY_S = 0.5
 _LEAST_PAUSE_S = 0.02
 _FAILED = {PublishResult.DEAD, PublishResult.LOST}
@@ -55,6 +58,7 @@ class Worker:
         *,
         stub: Stub,
         runner: EpisodeRunner,
+        rotation: Rotation,
         publisher: Publisher,
         health: Health,
         concurrency: int,
@@ -65,6 +69,7 @@ class Worker:
         self._worker_id = worker_id
         self._stub = stub
         self._runner = runner
+        self._rotation = rotation
         self._publisher = publisher
         self._health = health
         self._concurrency = concurrency
@@ -81,8 +86,12 @@ class Worker:
         renewal = asyncio.create_task(self._keep_renewing())
         try:
             while not stop.is_set() and self._failure is None:
-                pause_s = await self._admit() if len(self._held) < self._concurrency else None
-                await self._wait(stop, pause_s)
+                if len(self._held) >= self._concurrency:
+                    await self._wait(stop, None)
+                elif await self._rotation.serving(timeout_s=_ROTATION_WAIT_S):
+                    await self._wait(stop, await self._admit())
+                else:
+                    self._rest("no engine in rotation")
         finally:
             await self._drain()
             renewal.cancel()

@@ -132,6 +132,16 @@ async def test_a_quarantined_engine_gives_its_withheld_turns_up_and_gets_no_more
     assert {trajectory.message.attempt for trajectory in found} >= {2}
 
 
+async def test_no_lease_is_taken_while_no_engine_is_in_rotation(ingest: Ingest, tmp_path: Path) -> None:
+    await write_engine(ingest.board, "engine-0", EngineState.STARTING)
+    assert isinstance(ingest.streams, MemoryStreams)
+    async with working(ingest, memory_engines(), tmp_path) as running:
+        await eventually(lambda: "no engine in rotation" in running.health.alive()[1], what="the worker to say why")
+        assert not ingest.streams.dispatch.leases
+        await write_engine(ingest.board, "engine-0")
+        await published(ingest, 1)
+
+
 async def test_turns_go_to_the_least_loaded_engine_in_rotation(ingest: Ingest, tmp_path: Path) -> None:
     await write_engine(ingest.board, "engine-1")
     await write_engine(ingest.board, "engine-2", EngineState.LOADING)

@@ -143,6 +143,7 @@ async def working(
         "worker-0",
         stub=ingest.stub,
         runner=make_runner(rotation, limits=limits, run=ingest.config.run.name),
+        rotation=rotation,
         publisher=publisher,
         health=health,
         concurrency=concurrency,

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from sao.archive import Archive
+from sao.board.base import Board
 from sao.board.memory import MemoryBoard
 from sao.config.schema import RunConfig
 from sao.ids import uuid7
 from sao.invariants import Limits
 from sao.outcome import RewardOutcome, Scored
 from sao.preference import PreferenceDocument
-from sao.streams.base import StreamName
+from sao.streams.base import StreamName, TrajectoryStreams
 from sao.streams.memory import MemoryStreams
 from sao.telemetry.health import Health
 from sao.v1 import trajectory_pb2 as pb
@@ -75,14 +76,10 @@ class World:
 
     config: RunConfig
     initial: Path
-    board: MemoryBoard = field(init=False)
-    streams: MemoryStreams = field(init=False)
+    board: Board = field(default_factory=MemoryBoard)
+    streams: TrajectoryStreams = field(default_factory=MemoryStreams)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     ordinal: int = 0
-
-    def __post_init__(self) -> None:
-        self.board = MemoryBoard()
-        self.streams = MemoryStreams(self.board)
 
     async def deliver(
         self,

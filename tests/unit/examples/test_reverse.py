@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao.config import load_run_config
@@ -38,6 +38,7 @@ def test_its_components(answer: str, exact: int, in_place: float) -> None:
     assert TASK.score(trajectory, TOKENIZER) == {"exact": exact, "in_place": in_place}
 
 
+@settings(deadline=None)
 @given(action=st.lists(st.integers(0, TOKENIZER.vocab_size - 1), min_size=1, max_size=12))
 def test_its_reward_is_in_range_for_any_tokens(action: list[int]) -> None:
     components = TASK.score(recorded([1], [(action, [])], {"wanted": "4813"}), TOKENIZER)

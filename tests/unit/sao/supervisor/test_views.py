@@ -119,7 +119,7 @@ def status(tmp_path: Path) -> Status:
     progress.poll()
     lines = [
         Line("engine-0", "ready", "http://127.0.0.1:24000", "serving v00000020"),
-        Line("trainer", "restarting", "http://127.0.0.1:24001", ""),
+        Line("trainer", "restarting", "http://127.0.0.1:24001", "started 2 times"),
     ]
     return Status(12.0, lines, progress, None, None)
 
@@ -145,6 +145,18 @@ def test_the_live_view_shows_the_warm_start(tmp_path: Path) -> None:
     view.close()
 
     assert "350 of 700" in console.export_text()
+
+
+def test_plain_lines_say_what_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [Line("engine-0", "starting", "", ""), Line("valkey", "ready", "", "")]
+
+    PlainLines().show(Status(1.0, lines, Progress(tmp_path / "none"), None, None), "curl")
+    ready = [Line("engine-0", "ready", "", "quarantined v00000001 log-probs differ")]
+    PlainLines().show(Status(1.0, ready, Progress(tmp_path / "none"), None, None), "curl")
+
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("waiting for engine-0 starting")
+    assert "quarantined v00000001 log-probs differ" in second
 
 
 def test_plain_lines_hold_no_control_codes_and_come_every_few_seconds(

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import islice
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao.tasks.base import Prompt, UnscorableError
@@ -21,12 +21,14 @@ PROMPT = Prompt("p", "64*27", {})
 TOKEN_IDS = st.lists(st.integers(0, TOKENIZER.vocab_size - 1), min_size=1, max_size=24)
 
 
+@settings(deadline=None)
 @given(left=st.integers(-999_999, 999_999), operator=st.sampled_from("+-*"), right=st.integers(0, 999_999))
 def test_the_calculator_tells_the_truth(left: int, operator: str, right: int) -> None:
     truth = {"+": left + right, "-": left - right, "*": left * right}[operator]
     assert calculate(f"{left}{operator}{right}") == truth
 
 
+@settings(deadline=None)
 @given(text=st.text(alphabet="0123456789+-*=?:E ", max_size=12))
 def test_anything_else_is_no_calculation(text: str) -> None:
     head, *operators = text.lstrip("+-"), *(c for c in text[1:] if c in "+-*")
@@ -44,6 +46,7 @@ def test_malformed_expressions_have_no_value(text: str) -> None:
     assert calculate(text) is None
 
 
+@settings(deadline=None)
 @given(value=st.integers(-100_000, 100_000))
 def test_numbers_are_written_with_sign_and_four_digits(value: int) -> None:
     text = written(value)
@@ -82,6 +85,7 @@ def test_only_the_right_answer_in_the_right_place_is_correct(actions: list[str],
     assert TASK.score(trajectory, TOKENIZER) == {"correct": correct, "used_calculator": used}
 
 
+@settings(deadline=None)
 @given(action=TOKEN_IDS)
 def test_any_action_gets_an_observation(action: list[int]) -> None:
     episode = TASK.episode(PROMPT, TOKENIZER)
@@ -90,6 +94,7 @@ def test_any_action_gets_an_observation(action: list[int]) -> None:
     assert bool(observation.token_ids) != observation.done
 
 
+@settings(deadline=None)
 @given(turns=st.lists(st.tuples(TOKEN_IDS, st.just([]) | TOKEN_IDS), min_size=1, max_size=5))
 def test_scores_are_zero_or_one_for_any_tokens(turns: list[tuple[list[int], list[int]]]) -> None:
     components = TASK.score(recorded([1], turns, {"truth": "+1728"}), TOKENIZER)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao.tasks import make_prompts
@@ -13,6 +13,7 @@ from sao.tasks.prompt_files import FOLDER, PromptFileError, load_prompts, prompt
 from sao.tasks.writing import TOPICS, Writing
 
 
+@settings(deadline=None)
 @given(count=st.integers(1, 40), seed=st.integers(0, 2**31), epoch=st.integers(0, 5))
 def test_each_epoch_gives_every_prompt_once(count: int, seed: int, epoch: int) -> None:
     prompts = [Prompt(str(i), "", {}) for i in range(count)]
@@ -49,6 +50,7 @@ _PROMPTS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(prompts=_PROMPTS)
 def test_what_is_saved_loads_equal(prompts: list[Prompt], tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("prompts") / "file.jsonl"

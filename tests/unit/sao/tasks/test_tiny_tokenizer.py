@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples.reverse.task import Reverse
@@ -20,6 +20,7 @@ TASKS = [Calculator(), Writing(), Reverse()]
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_ids_survive_the_way_through_text(task: WarmStartable, data: st.DataObject) -> None:
     tokenizer = tokenizer_of_run(None, task)

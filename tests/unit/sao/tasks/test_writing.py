@@ -4,7 +4,7 @@ import random
 from itertools import islice
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao.tasks.base import Prompt
@@ -45,6 +45,7 @@ def test_an_unknown_topic_is_refused() -> None:
         TASK.episode(Prompt("p", "tax", {}), TOKENIZER)
 
 
+@settings(deadline=None)
 @given(action=st.lists(st.integers(0, TOKENIZER.vocab_size - 1), min_size=1, max_size=24))
 def test_components_and_every_preference_stay_in_range_for_any_tokens(action: list[int]) -> None:
     components = TASK.score(recorded([1, 4, 3], [(action, [])], {}), TOKENIZER)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao.board.memory import MemoryBoard
@@ -53,6 +53,7 @@ async def test_components_become_a_reward_under_the_preference() -> None:
     )
 
 
+@settings(deadline=None)
 @given(correct=st.floats(0, 1), style=st.floats(0, 1), weight=st.floats(-2, 2), offset=st.floats(-1, 1))
 async def test_stored_components_give_the_stored_value_again(
     correct: float, style: float, weight: float, offset: float

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sao.board.memory import MemoryBoard
 from sao.config import load_run_config
+from sao.streams.memory import MemoryStreams
 from tests.support.training import World
 
 NewWorld = Callable[..., World]
@@ -28,6 +30,8 @@ def new_world(tiny_checkpoints: tuple[Path, Path], tmp_path: Path) -> NewWorld:
             "trainer.max_lag=100",
             "checkpoint.starved_after_s=3600",
         ]
-        return World(load_run_config(None, [*base, *sets], env={}), tiny_checkpoints[0])
+        board = MemoryBoard()
+        config = load_run_config(None, [*base, *sets], env={})
+        return World(config, tiny_checkpoints[0], board=board, streams=MemoryStreams(board))
 
     return make

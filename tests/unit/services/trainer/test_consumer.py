@@ -9,6 +9,7 @@ from sao.invariants import Limits
 from sao.outcome import Scored, TimedOut
 from sao.preference import PreferenceDocument
 from sao.streams.base import StreamName, StreamUnavailableError
+from sao.streams.memory import MemoryStreams
 from services.trainer.consumer import CONSUMER, Consumer, Position, Refused, Taken
 from tests.support.training import PREFERENCE, World, random_trajectory
 from tests.support.trajectories import MUTATIONS, bad
@@ -164,6 +165,7 @@ async def test_a_damaged_payload_is_buried_and_the_next_trains(new_world: NewWor
     consumer = await consumer_of(world)
     trajectory_id = await world.deliver(payload=payload or b"")
     if payload is None:
+        assert isinstance(world.streams, MemoryStreams)
         world.streams._payloads.pop(trajectory_id)
     await world.deliver()
 
@@ -203,7 +205,7 @@ async def test_a_rewind_after_an_outage_neither_trains_twice_nor_loses_the_right
 
     payload = world.streams.payload
 
-    async def unavailable(_: str) -> bytes | None:
+    async def unavailable(trajectory_id: str) -> bytes | None:
         raise StreamUnavailableError
 
     world.streams.payload = unavailable  # type: ignore[method-assign]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from sao.archive import Archive
 from sao.board.base import TrainerState
 from sao.rows import UpdateRow, read_rows
 from sao.streams.base import FencedError, StreamName
+from sao.streams.memory import MemoryStreams
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.checkpoint import CheckpointStore
 from tests.support.training import ROOT, World, random_trajectory
@@ -53,9 +54,17 @@ async def test_the_critic_steps_k_times_an_update_and_alone_while_it_warms_up(ne
     trainer = await world.start()
     steps: list[str] = []
     lrs: list[tuple[float, float]] = []
+
+    def counted(step: Callable[[float], float], role: str) -> Callable[[float], float]:
+        def call(denominator: float) -> float:
+            steps.append(role)
+            return step(denominator)
+
+        return call
+
     for role in ("policy", "critic"):
         step = getattr(trainer.backend, f"{role}_step")
-        setattr(trainer.backend, f"{role}_step", lambda d, s=step, r=role: steps.append(r) or s(d))
+        setattr(trainer.backend, f"{role}_step", counted(step, role))
     set_lr = trainer.backend.set_lr
     trainer.backend.set_lr = lambda policy, critic: lrs.append((policy, critic)) or set_lr(policy, critic)  # type: ignore[func-returns-value,method-assign]
 
@@ -78,7 +87,8 @@ async def test_nothing_is_settled_before_a_checkpoint_holds_it(new_world: NewWor
     save = trainer.parts.ranks.save
 
     def watched_save(directory: Path) -> None:
-        gone = sum(1 for i in ids if i not in world.streams._payloads)
+        assert isinstance(world.streams, MemoryStreams)
+        gone = sum(i not in world.streams._payloads for i in ids)
         seen.append((trainer.loop.progress().update, gone))
         save(directory)
 

@@ -1,11 +1,12 @@
-"""One rank of test_ranks.py: rank 0 drives two updates of three trajectories, the other follows.
+"""One rank of tests/integration/test_trainer_ranks.py: rank 0 drives two updates, the other follows.
 
-Run as `python -m tests.unit.services.trainer.rank_main CHECKPOINT OUT` under RANK and WORLD_SIZE.
+Run as `python -m tests.support.trainer_rank CHECKPOINT OUT` under RANK and WORLD_SIZE.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -69,6 +70,4 @@ def _drive(ranks: Ranks, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    import os
-
     main(Path(sys.argv[1]), Path(sys.argv[2]), int(os.environ["WORLD_SIZE"]))

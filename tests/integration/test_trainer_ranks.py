@@ -27,11 +27,11 @@ def run_ranks(world_size: int, checkpoint: Path, folder: Path) -> dict[str, Any]
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "tests.unit.services.trainer.rank_main", str(checkpoint), str(out)]
+        command = [sys.executable, "-m", "tests.support.trainer_rank", str(checkpoint), str(out)]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     try:
         for process in processes:
-            output, _ = process.communicate(timeout=90)
+            output, _ = process.communicate(timeout=120)
             assert process.returncode == 0, output.decode()[-3000:]
     finally:
         for process in processes:
@@ -40,6 +40,7 @@ def run_ranks(world_size: int, checkpoint: Path, folder: Path) -> dict[str, Any]
     return result
 
 
+@pytest.mark.timeout(300)
 def test_two_ranks_equal_one(tiny_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
     one, two = (run_ranks(n, tiny_checkpoints[0], tmp_path) for n in (1, 2))
     # Three trajectories on two ranks: the last micro-step holds a dummy, and the order is that of accumulation.
