@@ -2,6 +2,7 @@
 # make run     setup, then the whole system learns on this machine
 # make test    setup, then every test
 # make check   style, types, wire contract
+# make prove-learning | prove-streaming | prove-preference   the README's claims, three seeds each (minutes a seed)
 PYTHON ?= python3.11
 PRESET ?= tiny
 ARGS ?=
@@ -9,7 +10,9 @@ BIN := .venv/bin
 CODE := sao services tests engine/sglang_cpuref tools bench
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup run test check format proto locks clean
+PROOFS := prove-learning prove-streaming prove-preference
+
+.PHONY: $(PROOFS) help setup run test check format proto locks clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -23,6 +26,9 @@ run: setup
 
 test: setup
 	$(BIN)/pytest $(ARGS)
+
+$(PROOFS): setup
+	$(BIN)/python -m bench.prove $(@:prove-%=%) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

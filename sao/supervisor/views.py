@@ -127,7 +127,9 @@ class LiveView:
         parts += [_figures(status), _processes(status)]
         if self._events:
             parts.append(Text("\n".join(self._events), style="dim", no_wrap=True, overflow="ellipsis"))
-        parts.append(Text.assemble(("Switch what is rewarded, now:\n", "bold"), (command, "cyan")))
+        # Broken here with backslashes: where the terminal would wrap it, a copy would not be one command.
+        copied = command.replace(" -H ", " \\\n  -H ").replace(" -d ", " \\\n  -d ")
+        parts.append(Text.assemble(("Switch what is rewarded, now:\n", "bold"), (copied, "cyan")))
         parts.append(Text("Ctrl-C stops everything and says how to go on.", style="dim"))
         return Group(*parts)
 

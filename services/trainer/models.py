@@ -21,6 +21,38 @@ from transformers.utils import logging as transformers_logging
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
+class ScoringHead(nn.Module):
+    """Log-probs and entropies from hidden states, by the model's own output weights (shared, not copied).
+
+    One module call whatever the number of chunks: under ZeRO-3 each call of a module is a collective, and ranks
+    whose trajectories differ in length must still make the same ones.
+    """
+
+    def __init__(self, output: nn.Module, chunk: int) -> None:
+        super().__init__()
+        if not isinstance(output, nn.Linear):
+            msg = f"the language-model head is {type(output).__name__}, expected a Linear"
+            raise TypeError(msg)
+        self.weight = output.weight
+        self.bias = output.bias
+        self._chunk = chunk
+
+    def forward(self, hidden_TD: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+        """[T] log-prob of each target and [T] entropy, in at least float32."""
+        if len(targets_T) <= self._chunk:
+            return self._score(hidden_TD, targets_T)
+        chunks = zip(torch.split(hidden_TD, self._chunk), torch.split(targets_T, self._chunk), strict=True)
+        scored = [checkpoint(self._score, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat([logp_C for logp_C, _ in scored]), torch.cat([entropy_C for _, entropy_C in scored])
+
+    def _score(self, hidden_CD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+        logits_CV = nn.functional.linear(hidden_CD, self.weight, self.bias)
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        logp_CV = torch.log_softmax(logits_CV, dim=-1)
+        logp_C = logp_CV.gather(-1, targets_C[:, None]).squeeze(-1)
+        return logp_C, -(logp_CV.exp() * logp_CV).sum(-1)
+
+
 class PolicyModule(nn.Module):
     """A causal language model; parameters are named `model.<transformers name>`."""
 
@@ -32,7 +64,7 @@ class PolicyModule(nn.Module):
                 msg = f"{type(model).__name__} has {name}: only logits that are the head's plain output are supported"
                 raise ValueError(msg)
         self.model = model
-        self._chunk = chunk
+        self.head = ScoringHead(model.get_output_embeddings(), chunk)
 
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype, chunk: int) -> PolicyModule:
@@ -45,25 +77,9 @@ class PolicyModule(nn.Module):
         """[T] log-prob of each token given those before it, and [T] entropy; both 0 at position 0, >= float32."""
         backbone = self.model.base_model
         hidden_TD = backbone(input_ids=tokens_T[None, :-1], use_cache=False).last_hidden_state[0]
-        targets_T = tokens_T[1:]
-        logps, entropies = [], []
-        for start in range(0, len(targets_T), self._chunk):
-            chunk = slice(start, start + self._chunk)
-            if len(targets_T) <= self._chunk:
-                logp_C, entropy_C = self._score(hidden_TD[chunk], targets_T[chunk])
-            else:
-                logp_C, entropy_C = checkpoint(self._score, hidden_TD[chunk], targets_T[chunk], use_reentrant=False)
-            logps.append(logp_C)
-            entropies.append(entropy_C)
-        zero = logps[0].new_zeros(1)
-        return torch.cat([zero, *logps]), torch.cat([zero, *entropies])
-
-    def _score(self, hidden_CD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-        logits_CV = self.model.get_output_embeddings()(hidden_CD)
-        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
-        logp_CV = torch.log_softmax(logits_CV, dim=-1)
-        logp_C = logp_CV.gather(-1, targets_C[:, None]).squeeze(-1)
-        return logp_C, -(logp_CV.exp() * logp_CV).sum(-1)
+        logp_T, entropy_T = self.head(hidden_TD, tokens_T[1:])
+        zero = logp_T.new_zeros(1)
+        return torch.cat([zero, logp_T]), torch.cat([zero, entropy_T])
 
 
 class ValueHead(nn.Linear):

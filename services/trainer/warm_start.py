@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import shutil
 import sys
@@ -86,7 +85,7 @@ def train(model: Any, batches: Iterator[tuple[Tensor, Tensor, Tensor]], config: 
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        loss_value = float(loss)
+        loss_value = float(loss.detach())
         if (step + 1) % PROGRESS_EVERY == 0 or step + 1 == steps:
             progress(step + 1, steps, loss_value)
     if not math.isfinite(loss_value):
@@ -143,7 +142,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="default: the cache folder of this configuration")
     parser.add_argument("--progress-json", action="store_true")
     arguments = parser.parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         config = load_run_config(arguments.config)
         out = arguments.out or warm_start_path(config)

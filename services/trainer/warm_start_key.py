@@ -29,7 +29,6 @@ def warm_start_key(config: RunConfig) -> str:
         "seed": config.run.seed,
         "model": config.model.model_dump(mode="json"),
         "warm_start": config.warm_start.model_dump(mode="json"),
-        "max_tokens": config.rollout.max_tokens,
         "sources": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
     }
     return hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,187 @@
+"""Prove the claims of the README by running the whole system: `python -m bench.prove learning|streaming|preference`.
+
+Each seed is one run of `sao up` with every real process. The result file names the commit and the machine, keeps every
+seed, and is written after each run, so an interrupted proof goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from sao.config import load_run_config
+from sao.rows import TrainedRow, read_rows
+from sao.tasks import load_task
+from sao.tasks.base import OffersPreferences
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+SWITCH_AT, RECOVER_WITHIN, LEVEL_WINDOW = 150, 150, 50
+"""Update of the preference switch, updates it may take to recover, trajectories over which a level is a mean."""
+
+
+def start(run: Path, seed: int, *arguments: str) -> subprocess.Popen[bytes]:
+    """`sao up` in the background; its output in <run>.log."""
+    run.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "sao.cli.main", "up", "--seed", str(seed), "--run-dir", str(run), *arguments]
+    with run.with_suffix(".log").open("wb") as log:
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+
+
+def finish(process: subprocess.Popen[bytes], run: Path) -> dict[str, Any]:
+    """Wait for the run's end (an hour at most) and read its report; RuntimeError when it failed."""
+    code = process.wait(timeout=3600)
+    if code != 0:
+        msg = f"sao up ended with {code}:\n{run.with_suffix('.log').read_text()[-2000:]}"
+        raise RuntimeError(msg)
+    report: dict[str, Any] = json.loads((run / "report.json").read_text())
+    return report
+
+
+def learning(seed: int, run: Path) -> dict[str, Any]:
+    """Bar: the mean of 100 goes from at most 0.40 to at least 0.80 within 5 minutes of the first trajectory."""
+    report = finish(start(run, seed, "--preset", "tiny", "--updates", "250"), run)
+    curve = report["reward_curve"]
+    hit = next((point for point in curve if point["moving_average"] >= 0.80), None)
+    passed = curve[0]["moving_average"] <= 0.40 and hit is not None and hit["wall_s"] <= 300
+    return {"passed": passed, "first": curve[0], "reached_0.80": hit, "last": curve[-1], **common(report)}
+
+
+def streaming(seed: int, run: Path) -> dict[str, Any]:
+    """Bar: one trajectory per update, 800 updates: the last 200 rewards average at least 0.70, from at most 0.40."""
+    sets = ["--set", "trainer.trajectories_per_update=1", "--updates", "800"]
+    report = finish(start(run, seed, "--preset", "tiny", *sets), run)
+    rewards = [trained.reward for trained in rows_of(run)]
+    first, last = mean(rewards[:100]), mean(rewards[-200:])
+    passed = first <= 0.40 and last >= 0.70
+    return {"passed": passed, "first_100": first, "last_200": last, **common(report)}
+
+
+def preference(seed: int, run: Path) -> dict[str, Any]:
+    """Bar: one PUT; whatever is scored after the 200 carries the new version; reward recovers within 150 updates."""
+    process = start(run, seed, "--preset", "tiny-writing", "--updates", str(SWITCH_AT + RECOVER_WITHIN + 10))
+    wait_for(lambda: any(row.update >= SWITCH_AT for row, _ in read_rows(run / "updates.jsonl")), process)
+    answer, answered_s = switch(run, "chuunibyou")
+    report = finish(process, run)
+    rows = rows_of(run)
+    late = [row for row in rows if row.scoring_started_s > answered_s]
+    wrong = [row.id for row in late if row.scored_under != answer["version"]]
+    before = [row.reward for row in rows if row.trained_under < answer["version"]]
+    level = mean(before[-LEVEL_WINDOW:])
+    after = [row.reward for row in rows if row.trained_under == answer["version"]]
+    means = [mean(after[i : i + LEVEL_WINDOW]) for i in range(len(after) - LEVEL_WINDOW + 1)]
+    ends = next((i + LEVEL_WINDOW for i, value in enumerate(means) if value >= 0.8 * level), None)
+    per_update = load_run_config(run / "run.toml", env={}).trainer.trajectories_per_update
+    updates = None if ends is None else -(-ends // per_update)
+    return {
+        "passed": bool(late) and not wrong and updates is not None and updates <= RECOVER_WITHIN,
+        "scored_after_the_200": len(late),
+        "of_these_under_another_version": wrong,
+        "level_before": level,
+        "level_right_after": means[0] if means else None,
+        "recovered_to_0.8_of_it_after_updates": updates,
+        "best_level_after": max(means, default=None),
+        **common(report),
+    }
+
+
+PROOFS: dict[str, Callable[[int, Path], dict[str, Any]]] = {
+    "learning": learning,
+    "streaming": streaming,
+    "preference": preference,
+}
+
+
+def switch(run: Path, name: str) -> tuple[dict[str, Any], float]:
+    """PUT one of the task's preferences; the answer, and the time at which it was there."""
+    config = load_run_config(run / "run.toml", env={})
+    task = load_task(config.task.name)
+    assert isinstance(task, OffersPreferences)
+    url = f"http://127.0.0.1:{config.reward.port}/v1/preferences"
+    answer = httpx.put(url, json=task.preferences[name].model_dump(mode="json"), timeout=10)
+    answer.raise_for_status()
+    return answer.json(), time.time()
+
+
+def rows_of(run: Path) -> list[TrainedRow]:
+    """Every trained trajectory in order."""
+    return [trained for row, _ in read_rows(run / "updates.jsonl") for trained in row.trajectories]
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], timeout_s: float = 1800) -> None:
+    """Return when the condition holds; RuntimeError when the run ends first or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            msg = f"the run ended ({process.poll()}) or {timeout_s} s passed before the switch"
+            raise RuntimeError(msg)
+        time.sleep(0.2)
+
+
+def common(report: dict[str, Any]) -> dict[str, Any]:
+    """What every proof keeps of a report."""
+    return {key: report[key] for key in ("seed", "updates", "trajectories", "lag", "drops", "wall", "throughput")}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean; NaN of nothing."""
+    return sum(values) / len(values) if values else float("nan")
+
+
+def commit() -> str:
+    """The commit proven, marked `-dirty` when the work tree differs from it anywhere but in the results."""
+    head = git("rev-parse", "--short=12", "HEAD")
+    return f"{head}-dirty" if git("status", "--porcelain", "--", ".", ":!bench/results") else head
+
+
+def git(*arguments: str) -> str:
+    """What git answers in this repository."""
+    run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+def main() -> int:
+    """Prove what the command line names; 0 when every seed passed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("proof", choices=sorted(PROOFS))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "prove", help="where the run folders go")
+    options = parser.parse_args()
+    path = RESULTS / f"{options.proof}.json"
+    now = commit()
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if result.get("commit") != now:
+        result = {
+            "proof": options.proof,
+            "bar": (PROOFS[options.proof].__doc__ or "").removeprefix("Bar: "),
+            "commit": now,
+            "seeds": {},
+        }
+    result["machine"] = {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
+    for seed in options.seeds.split(","):
+        if seed in result["seeds"]:
+            continue
+        run = options.runs / f"{options.proof}-{seed}-{now}"
+        if run.exists():  # a run that was cut short proves nothing
+            run.rename(run.with_name(f"{run.name}-cut-{int(time.time())}"))
+        result["seeds"][seed] = PROOFS[options.proof](int(seed), run)
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        shown = {k: v for k, v in result["seeds"][seed].items() if k not in {"wall", "throughput", "lag", "drops"}}
+        print(f"seed {seed}: {json.dumps(shown)}", flush=True)
+    passed = sum(entry["passed"] for entry in result["seeds"].values())
+    print(f"{options.proof}: {passed} of {len(result['seeds'])} seeds passed ({path.relative_to(ROOT)})")
+    return 0 if passed == len(result["seeds"]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
