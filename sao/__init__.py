@@ -1,0 +1,1 @@
+"""Single-rollout asynchronous optimization: what the services share, and what users extend."""

@@ -39,7 +39,7 @@ class InfraFailed(_Outcome):
 
 
 class Invalid(_Outcome):
-    """This trajectory can never be scored; it goes to the dead letters."""
+    """A trajectory that can never be scored; it goes to the dead letters."""
 
     kind: Literal["invalid"] = "invalid"
     reason: str

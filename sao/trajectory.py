@@ -1,17 +1,17 @@
 """A trajectory in memory: the flat view that scoring and training read, made once from the wire message.
 
-    token_ids   = prompt ++ segment_1 ++ ... ++ segment_n
-    action_mask = True exactly where the policy sampled the token
-    logprobs    = the engine's log-prob of each action token (nats), 0.0 elsewhere
-    versions    = the weight version that sampled each action token, "" elsewhere
+- token_ids: prompt ++ segment_1 ++ ... ++ segment_n
+- action_mask: True exactly where the policy sampled the token
+- logprobs: the engine's log-prob of each action token (nats), 0.0 elsewhere
+- versions: the weight version that sampled each action token, "" elsewhere
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-import json
 
 from sao.v1 import trajectory_pb2 as pb
 

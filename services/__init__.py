@@ -1,0 +1,1 @@
+"""One package for each process; a service imports `sao`, never another service."""
