@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = {
-    "light.lock": ("embedded", "report"),
+    "light.lock": (),
     "reward.lock": ("rest",),
     "weights.lock": ("rest",),
     "trainer.lock": ("trainer",),

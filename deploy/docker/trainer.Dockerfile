@@ -8,7 +8,7 @@ ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} ${TORCH}
 ENV DS_BUILD_OPS=0
-RUN pip install --no-cache-dir -r requirements/trainer.lock
+RUN grep -v "^torch==" requirements/trainer.lock > /tmp/trainer.lock && pip install --no-cache-dir -r /tmp/trainer.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY sao sao
 COPY services services
