@@ -155,9 +155,9 @@ class RolloutSection(Section):
     turn_timeout_s: Positive = 60.0
     """Longest wait for one turn of the engine."""
     publish_attempts: Count = 8
-    """Tries to publish a trajectory before it stays in the spool."""
+    """Tries to publish a trajectory before it goes to the spool, to be offered again from there."""
     spool_dir: FilePath | None = None
-    """Trajectories wait here until the ingest has them; none: <run.dir>/spool."""
+    """What ingest did not take waits here, one folder a worker; none: <run.dir>/spool/<worker_id>."""
     metrics_port: Port = 0
     """/metrics, /healthz, /readyz; 0: a free port."""
 

@@ -98,7 +98,7 @@ def _worker(
     publisher = Publisher(
         stub,
         dead=TrajectoryFolder(config.run.dir / "dead"),
-        spool=TrajectoryFolder(rollout.spool_dir) if rollout.spool_dir else None,
+        spool=TrajectoryFolder(rollout.spool_dir or config.run.dir / "spool" / rollout.worker_id),
         attempts=rollout.publish_attempts,
         call_timeout_s=call_timeout_s,
         metadata=metadata,

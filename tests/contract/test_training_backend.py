@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sao.config.schema import RunConfig
+from services.trainer.backends import zero
 from services.trainer.backends.base import BackendError, TrainingBackend
 from services.trainer.backends.deepspeed import DeepSpeedBackend
 from services.trainer.backends.torch_reference import TorchReferenceBackend
@@ -26,7 +27,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["torch", "zero-0", "zero-1", "zero-2", "zero-3"])
-def config(request: pytest.FixtureRequest) -> RunConfig:
+def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.setattr(zero, "PERSISTENCE_THRESHOLD", 0)  # partition also what is as small as everything here
     kind: str = request.param
     return zero_config(int(kind[-1]) if kind.startswith("zero") else 0)
 

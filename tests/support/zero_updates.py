@@ -95,12 +95,19 @@ def states(backend: TrainingBackend) -> dict[str, Tensor]:
     }
 
 
+def norms(stats: UpdateStats) -> dict[str, Tensor]:
+    """Gradient norms before clipping: AdamW and clipping hide a wrong divisor, these do not."""
+    return {name: torch.tensor(stats.metrics[name]) for name in ("policy_grad_norm", "critic_grad_norm")}
+
+
 def main(checkpoint: str, stage: str, updates: str, out: str) -> None:
     """One rank: train from scratch, save and load half-way, write the tensors (rank 0)."""
     from safetensors.torch import save_file
 
+    from services.trainer.backends import zero
     from services.trainer.backends.deepspeed import DeepSpeedBackend
 
+    zero.PERSISTENCE_THRESHOLD = 0  # partition also what is as small as everything here
     config = zero_config(int(stage), ranks=int(os.environ["WORLD_SIZE"]))
     middle = int(updates) // 2
     backend = DeepSpeedBackend(config, Path(checkpoint))
@@ -111,8 +118,8 @@ def main(checkpoint: str, stage: str, updates: str, out: str) -> None:
     backend.sum_over_ranks([0.0])  # every file is there before any rank reads it
     train(backend, config, range(middle, middle + 1))
     backend.load(folder)
-    train(backend, config, range(middle, int(updates)))
-    tensors = states(backend)
+    stats = train(backend, config, range(middle, int(updates)))
+    tensors = states(backend) | norms(stats)
     if backend.rank == 0:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out)
     backend.close()

@@ -42,6 +42,8 @@ from services.trainer.backends.role import (
 )
 
 _LARGEST_BUCKET = 500_000_000
+PERSISTENCE_THRESHOLD = 100_000
+"""Elements below which ZeRO-3 keeps a parameter whole on every rank between uses (DeepSpeed's default)."""
 
 
 def zero_config(module: nn.Module, stage: int, dtype: torch.dtype, gradient_clip: float) -> dict[str, Any]:
@@ -55,6 +57,7 @@ def zero_config(module: nn.Module, stage: int, dtype: torch.dtype, gradient_clip
             "stage": stage,
             "overlap_comm": False,
             "reduce_bucket_size": min(numel, _LARGEST_BUCKET),
+            "stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD,
         },
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
