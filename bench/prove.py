@@ -175,6 +175,7 @@ def main() -> int:
         if run.exists():  # a run that was cut short proves nothing
             run.rename(run.with_name(f"{run.name}-cut-{int(time.time())}"))
         result["seeds"][seed] = PROOFS[options.proof](int(seed), run)
+        path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n")
         shown = {k: v for k, v in result["seeds"][seed].items() if k not in {"wall", "throughput", "lag", "drops"}}
         print(f"seed {seed}: {json.dumps(shown)}", flush=True)
