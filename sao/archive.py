@@ -34,7 +34,9 @@ class NotArchivedError(ArchiveError, KeyError):
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Step:
+class StepName:
+    """Which step a file holds; sorts by update, then epoch, then order within both."""
+
     update: int
     epoch: int
     step: int
@@ -55,57 +57,59 @@ class Archive:
     def append(self, update: pb.ArchivedUpdate) -> Path:
         """Write one step, durable on return; where it lies. An earlier step is never overwritten."""
         step = 1
-        while (path := self._directory / _Step(update.update, update.trainer_epoch, step).file_name).exists():
+        while (path := self._directory / StepName(update.update, update.trainer_epoch, step).file_name).exists():
             step += 1
         write_file(path, update.SerializeToString())
         return path
 
     def read(self, update: int) -> pb.ArchivedUpdate:
         """The last step that ended at this update, of the newest epoch; NotArchivedError when there is none."""
-        return self._load(self._steps_of(update)[-1])
+        return self.load(self._steps_of(update)[-1])
 
     def read_steps(self, update: int) -> list[pb.ArchivedUpdate]:
         """Every step that ended at this update in its newest epoch, in order; NotArchivedError when there is none."""
         steps = self._steps_of(update)
-        return [self._load(step) for step in steps if step.epoch == steps[-1].epoch]
+        return [self.load(step) for step in steps if step.epoch == steps[-1].epoch]
 
     def read_history(self, update: int) -> list[pb.ArchivedUpdate]:
-        """Every step that ever ended at this update, superseded epochs first; NotArchivedError when there is none.
+        """Every step that ever ended at this update, superseded epochs first; NotArchivedError when there is none."""
+        return [self.load(step) for step in self._steps_of(update)]
 
-        What an abandoned epoch trained on may still wait to be trained again, so recovery reads these.
+    def steps(self) -> list[StepName]:
+        """Every step that is archived, abandoned epochs among them, in the order of `StepName`; no file is opened.
+
+        What an abandoned epoch trained on may still wait to be trained again, so recovery begins here.
         """
-        return [self._load(step) for step in self._steps_of(update)]
-
-    def updates(self) -> list[int]:
-        """The update numbers that are archived, ascending, each once."""
-        return sorted({step.update for step in self._steps()})
-
-    def prune(self, below: int) -> list[int]:
-        """Remove every step of the updates below this number, all epochs; the numbers removed."""
-        for temporary in self._directory.glob(f".update-*{TEMPORARY_SUFFIX}"):
-            temporary.unlink()  # left by a crash: only this process writes
-        doomed = [step for step in self._steps() if step.update < below]
-        for step in doomed:
-            (self._directory / step.file_name).unlink()
-        return sorted({step.update for step in doomed})
-
-    def _steps_of(self, update: int) -> list[_Step]:
-        steps = [step for step in self._steps() if step.update == update]
-        if not steps:
-            known = self.updates()
-            span = f"it holds updates {known[0]} to {known[-1]}" if known else "it is empty"
-            msg = f"update {update} is not in the archive {self._directory}: {span}"
-            raise NotArchivedError(msg)
-        return steps
-
-    def _steps(self) -> list[_Step]:
         matches = (_NAME.fullmatch(path.name) for path in self._directory.iterdir())
-        return sorted(_Step(int(m[1]), int(m[2]), int(m[3] or 1)) for m in matches if m)
+        return sorted(StepName(int(m[1]), int(m[2]), int(m[3] or 1)) for m in matches if m)
 
-    def _load(self, step: _Step) -> pb.ArchivedUpdate:
+    def load(self, step: StepName) -> pb.ArchivedUpdate:
+        """The step of this name; ArchiveError when its file is damaged."""
         path = self._directory / step.file_name
         try:
             return pb.ArchivedUpdate.FromString(path.read_bytes())
         except DecodeError as error:
             msg = f"{path} is damaged: {error}; restore it from a copy or prune it"
             raise ArchiveError(msg) from error
+
+    def updates(self) -> list[int]:
+        """The update numbers that are archived, ascending, each once."""
+        return sorted({step.update for step in self.steps()})
+
+    def prune(self, below: int) -> list[int]:
+        """Remove every step of the updates below this number, all epochs; the numbers removed."""
+        for temporary in self._directory.glob(f".update-*{TEMPORARY_SUFFIX}"):
+            temporary.unlink()  # left by a crash: only this process writes
+        doomed = [step for step in self.steps() if step.update < below]
+        for step in doomed:
+            (self._directory / step.file_name).unlink()
+        return sorted({step.update for step in doomed})
+
+    def _steps_of(self, update: int) -> list[StepName]:
+        steps = [step for step in self.steps() if step.update == update]
+        if not steps:
+            known = self.updates()
+            span = f"it holds updates {known[0]} to {known[-1]}" if known else "it is empty"
+            msg = f"update {update} is not in the archive {self._directory}: {span}"
+            raise NotArchivedError(msg)
+        return steps

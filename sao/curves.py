@@ -44,15 +44,13 @@ class PreferenceSwitch(BaseModel):
 def effective_rows(rows: Iterable[UpdateRow]) -> list[UpdateRow]:
     """The rows that made the present weights.
 
-    After a fall back to an older checkpoint the trainer's next epoch does some updates again: the older epoch's
-    rows beyond that point, and those whose trajectories come again, are history.
+    After a fall back to an older checkpoint the trainer's next epoch does some updates again: the older epochs'
+    rows from that point on are history.
     """
     kept: list[UpdateRow] = []
     for row in rows:
         if kept and row.trainer_epoch > kept[-1].trainer_epoch:
-            before = row.update if row.critic_only else row.update - 1
-            again = {trajectory.id for trajectory in row.trajectories}
-            kept = [old for old in kept if old.update <= before and again.isdisjoint(t.id for t in old.trajectories)]
+            kept = [old for old in kept if old.position < row.position]
         kept.append(row)
     return kept
 

@@ -34,6 +34,9 @@ _UNAVAILABLE_REPLIES = (
 
 Arg = str | bytes | int
 
+MAX_CONNECTIONS = 1024
+"""Per client. redis-py's own bound of 100 fails calls at once where ingest takes 512 of them at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunKeys:
@@ -115,6 +118,7 @@ def connect_redis(config: RedisSection, *, retries: int = 2) -> aioredis.Redis:
         socket_timeout=config.timeout_s,
         socket_connect_timeout=config.timeout_s,
         socket_keepalive=True,
+        max_connections=MAX_CONNECTIONS,
         health_check_interval=0,
         retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), retries),
     )

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+CRITIC_ONLY = "critic_only_updates"
+"""Metric that counts the critic's warm-up updates: it tells the rows and archived steps at update 0 apart."""
+
 
 class _Row(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,6 +55,11 @@ class UpdateRow(_Row):
     dropped: dict[str, int]
     """Dropped since the run began, by reason."""
     metrics: dict[str, float]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(policy updates, critic-only updates) made after this row; rises from row to row of one epoch."""
+        return self.update, int(self.metrics.get(CRITIC_ONLY, 0))
 
 
 def read_rows(path: Path, start: int = 0) -> Iterator[tuple[UpdateRow, int]]:

@@ -25,6 +25,9 @@ LOCKS = {
 }
 """Which extras each lock holds, beside the project's own dependencies."""
 
+EARLIER_PYTHON = {'async-timeout==5.0.1; python_full_version < "3.11.3"': {"redis", "valkey"}}
+"""What an earlier Python 3.11 than the environment's needs beside it, and for whom: Debian 12 has 3.11.2."""
+
 # Of the installed distributions, as JSON: name, version, requirements that apply here by extra.
 _INSTALLED = """
 import json, re
@@ -88,7 +91,9 @@ def closure(present: Installed, extras: Iterable[str]) -> dict[str, str]:
 
 def text(pins: Mapping[str, str], header: str) -> str:
     """A lock file."""
-    return "".join([f"# {header}\n", *(f"{name}=={version}\n" for name, version in pins.items())])
+    lines = [f"{name}=={version}\n" for name, version in pins.items()]
+    lines += [f"{line}\n" for line, wanted_by in EARLIER_PYTHON.items() if wanted_by & pins.keys()]
+    return "".join([f"# {header}\n", *sorted(lines, key=lambda line: line.partition("==")[0])])
 
 
 def derived() -> dict[Path, str]:

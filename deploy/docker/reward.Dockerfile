@@ -1,13 +1,15 @@
 # Reward service: scores trajectories under the live preference.
 #   docker build -f deploy/docker/reward.Dockerfile -t sao/reward .
 FROM python:3.11-slim
-WORKDIR /app
+WORKDIR /src
 COPY requirements/reward.lock requirements/reward.lock
 RUN pip install --no-cache-dir -r requirements/reward.lock
 COPY pyproject.toml README.md LICENSE ./
 COPY sao sao
 COPY services services
 RUN pip install --no-cache-dir --no-deps . && useradd --uid 10001 --create-home sao
+# Elsewhere, so that `python -m` runs the installed, compiled package and not the sources beside it.
+WORKDIR /home/sao
 USER 10001
 ENV PYTHONUNBUFFERED=1
 CMD ["python", "-m", "services.reward", "--config", "/etc/sao/run.toml"]

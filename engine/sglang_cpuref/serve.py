@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +33,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--model", type=Path, required=True, help="Hugging Face checkpoint directory (untied head)")
     result.add_argument("--host", default="127.0.0.1")
     result.add_argument("--port", type=int, required=True)
-    result.add_argument("--seed", type=int, default=0, help="another one per engine, or engines sample alike")
+    result.add_argument(
+        "--seed", type=int, help="default: one drawn at each start; a repeated seed repeats the samples"
+    )
     result.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     result.add_argument("--max-running-requests", type=int, default=32)
     result.add_argument("--max-total-tokens", type=int, default=8192, help="tokens of KV cache")
@@ -45,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
 
 def server_arguments(asked: argparse.Namespace) -> list[str]:
     """SGLang's command line for what was asked."""
+    # Two engines, or two starts of one, that share a seed sample alike.
+    seed = secrets.randbelow(2**31) if asked.seed is None else asked.seed
     arguments = {
         "--model-path": str(asked.model),
         "--host": asked.host,
@@ -56,7 +61,7 @@ def server_arguments(asked: argparse.Namespace) -> list[str]:
         "--mem-fraction-static": "0.5",
         "--max-total-tokens": str(asked.max_total_tokens),
         "--max-running-requests": str(asked.max_running_requests),
-        "--random-seed": str(asked.seed),
+        "--random-seed": str(seed),
         "--weight-version": asked.weight_version,
     }
     if asked.api_key:

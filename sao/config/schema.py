@@ -157,7 +157,7 @@ class RolloutSection(Section):
     publish_attempts: Count = 8
     """Tries to publish a trajectory before it goes to the spool, to be offered again from there."""
     spool_dir: FilePath | None = None
-    """What ingest did not take waits here, one folder a worker; none: <run.dir>/spool/<worker_id>."""
+    """What ingest did not take waits in <spool_dir>/<worker_id>; none: <run.dir>/spool/<worker_id>."""
     metrics_port: Port = 0
     """/metrics, /healthz, /readyz; 0: a free port."""
 
@@ -319,7 +319,8 @@ class WeightsSection(Section):
     round_attempts: Count = 3
     """Tries to bring one engine to a version before it is quarantined."""
     canary_tolerance: Positive = 1e-4
-    """Largest |log-prob difference| of the canary, fp32."""
+    """Largest |log-prob difference| of the canary in float32; in bfloat16 the largest mean that the first version may
+    show, whose own mean and 99th percentile then bound the later ones (twice and three times)."""
     poll_s: Positive = 0.05
     """Wait between looks at the board."""
 

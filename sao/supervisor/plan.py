@@ -83,12 +83,13 @@ def plan(config: RunConfig, run_file: Path, model: Path, *, own_engines: bool, e
         services.append(_valkey(config))
     reward = f"http://{_reachable(config.reward.bind)}:{config.reward.port}"
     weights = f"http://{_reachable(config.weights.bind)}:{config.weights.port}"
+    telemetry = _reachable(config.ingest.bind)  # where ingest binds, trainer and worker show their metrics
     modules = [
-        ("trainer", "services.trainer", f"http://127.0.0.1:{config.trainer.metrics_port}"),
-        ("ingest", "services.rollout.ingest", f"http://{_reachable(config.ingest.bind)}:{config.ingest.metrics_port}"),
+        ("trainer", "services.trainer", f"http://{telemetry}:{config.trainer.metrics_port}"),
+        ("ingest", "services.rollout.ingest", f"http://{telemetry}:{config.ingest.metrics_port}"),
         ("reward", "services.reward", reward),
         ("weights", "services.weights", weights),
-        ("worker", "services.rollout", f"http://127.0.0.1:{config.rollout.metrics_port}"),
+        ("worker", "services.rollout", f"http://{telemetry}:{config.rollout.metrics_port}"),
     ]
     after = frozenset({MODEL} | ({"valkey"} if config.redis.embedded else set()))
     secrets = secret_environment(config)

@@ -56,19 +56,24 @@ def tensor_slots(file: Path) -> list[TensorSlot]:
         if not 0 < length <= min(_MAX_HEADER, total - 8):
             msg = f"{file}: no safetensors header (length {length} in a file of {total} bytes)"
             raise CheckpointFormatError(msg)
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
+        text = stream.read(length)
     base = 8 + length
-    slots = [
-        TensorSlot(
-            name=name,
-            shape=tuple(entry["shape"]),
-            dtype=_DTYPES.get(entry["dtype"], entry["dtype"]),
-            start=base + entry["data_offsets"][0],
-            size=entry["data_offsets"][1] - entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-    ]
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        slots = [
+            TensorSlot(
+                name=name,
+                shape=tuple(entry["shape"]),
+                dtype=_DTYPES.get(entry["dtype"], entry["dtype"]),
+                start=base + entry["data_offsets"][0],
+                size=entry["data_offsets"][1] - entry["data_offsets"][0],
+            )
+            for name, entry in header.items()
+        ]
+    except (ValueError, AttributeError, IndexError, KeyError, TypeError) as error:
+        msg = f"{file}: the safetensors header is broken: {type(error).__name__}: {error}"
+        raise CheckpointFormatError(msg) from error
     slots.sort(key=lambda slot: slot.start)
     if slots and slots[-1].start + slots[-1].size > total:
         msg = f"{file}: tensor {slots[-1].name} ends at byte {slots[-1].start + slots[-1].size} of {total}"

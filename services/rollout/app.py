@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import grpc.aio
 
@@ -68,6 +69,11 @@ def _engines(config: RunConfig, vocab_size: int) -> dict[str, Engine]:
     return {name: SGLangEngine(name, url, vocab_size, api_key=key) for name, url in named.items()}
 
 
+def spool_folder(config: RunConfig) -> Path:
+    """The worker's own: two that drained one folder would take files away from each other."""
+    return (config.rollout.spool_dir or config.run.dir / "spool") / config.rollout.worker_id
+
+
 def _worker(
     config: RunConfig,
     channel: grpc.aio.Channel,
@@ -98,7 +104,7 @@ def _worker(
     publisher = Publisher(
         stub,
         dead=TrajectoryFolder(config.run.dir / "dead"),
-        spool=TrajectoryFolder(rollout.spool_dir or config.run.dir / "spool" / rollout.worker_id),
+        spool=TrajectoryFolder(spool_folder(config)),
         attempts=rollout.publish_attempts,
         call_timeout_s=call_timeout_s,
         metadata=metadata,

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from sao.ids import uuid7
 from sao.tasks.base import Episode, Observation, Prompt, Task
@@ -23,8 +24,12 @@ from sao.v1 import trajectory_pb2 as pb
 from services.rollout import metrics
 from services.rollout.engines.base import SAMPLING, EngineError, Finish, Turn
 from services.rollout.rotation import Rotation
+from services.rollout.threads import DaemonThreads
 
 log = get_logger(__name__)
+
+_ENVIRONMENT_THREADS = 32
+"""Environments that react at the same time, hanging ones among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,7 @@ class EpisodeRunner:
         self._prompt_of = prompt_of
         self._rotation = rotation
         self._limits = limits
+        self._threads = DaemonThreads(_ENVIRONMENT_THREADS)
 
     async def play(self, lease: ingest_pb2.PromptLease, attempt: int) -> pb.Trajectory:
         """A finished trajectory for this lease.
@@ -185,7 +191,7 @@ class EpisodeRunner:
         """The environment's answer; None when it broke or passed its deadline."""
         try:
             async with asyncio.timeout(self._limits.turn_timeout_s):
-                return await asyncio.to_thread(environment.observe, turn.token_ids)
+                return await self._threads.run(partial(environment.observe, turn.token_ids))
         except Exception:
             log.exception("environment failed", trajectory=trajectory_id, task=self._task.name)
             return None

@@ -96,8 +96,14 @@ class Publisher:
 
     async def publish(self, trajectory: trajectory_pb2.Trajectory) -> PublishResult:
         """Offer it until the table above has an answer; AioRpcError for its last row."""
-        with metrics.PUBLISH_SECONDS.time():
-            result = await self._offer(trajectory)
+        try:
+            with metrics.PUBLISH_SECONDS.time():
+                result = await self._offer(trajectory)
+        except asyncio.CancelledError:
+            # The worker stops while ingest is away. If the last call did arrive, the next offer is a duplicate.
+            if self._spool is not None:
+                self._spool.put(trajectory)
+            raise
         if result is PublishResult.LOST and self._spool is not None:
             self._spool.put(trajectory)
             self._count_spooled()

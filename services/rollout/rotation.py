@@ -3,6 +3,8 @@
 - A turn starts only on an engine in rotation, as the board said at most `refresh_s` ago.
 - A finished turn is withheld until its engine has passed the canary of every version that sampled it: turns that
   resume while an engine verifies itself sample under weights that nobody has checked yet.
+- A turn that ends on a quarantined engine is not believed, whatever versions it names: after a failed load the old
+  label may stand on weights that are neither the old ones nor the new.
 """
 
 from __future__ import annotations
@@ -132,17 +134,19 @@ class Rotation:
         started = self._clock()
 
         def settled() -> bool | None:
-            if wanted <= self._verified[engine_id]:
-                return True
             facts = self._facts.get(engine_id)
-            return False if facts is not None and facts.state is EngineState.QUARANTINED else None
+            if facts is not None and facts.state is EngineState.QUARANTINED:
+                return False
+            return True if wanted <= self._verified[engine_id] else None
 
         outcome = await self._wait(settled, timeout_s)
         metrics.WITHHELD_SECONDS.observe(self._clock() - started)
         if not outcome:
+            if outcome is False:
+                raise UnverifiedVersionError(engine_id, f"turn of {sorted(wanted)}, but the engine is quarantined")
             missing = sorted(wanted - self._verified[engine_id])
-            why = "engine is quarantined" if outcome is False else f"not within {timeout_s:g} s"
-            raise UnverifiedVersionError(engine_id, f"versions {missing} have not passed their canary: {why}")
+            text = f"versions {missing} have not passed their canary within {timeout_s:g} s"
+            raise UnverifiedVersionError(engine_id, text)
 
     def _choose(self, prefer: str | None) -> str | None:
         serving = [engine_id for engine_id, facts in self._facts.items() if facts.in_rotation]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -33,15 +32,16 @@ from sao.telemetry.logs import get_logger
 from sao.tokenizer import FileTokenizer
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.backends.base import TrainingBackend
-from services.trainer.canary import SEQUENCES, canary_sequences
+from services.trainer.canary import canary_sequences, sequences_for
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, Progress
 from services.trainer.consumer import Consumer
 from services.trainer.core.sao import SaoSettings, SaoUpdate
 from services.trainer.launch import own_rank, started_followers
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.outage import ride_out
-from services.trainer.publisher import Publisher
+from services.trainer.publisher import Publisher, new_epoch
 from services.trainer.ranks import Ranks, follow
+from services.trainer.records import drops_so_far
 from services.trainer.recovery import lost_work
 from services.trainer.warm_start_key import initial_model_path
 
@@ -81,7 +81,8 @@ async def _train(
         config.checkpoint.free_space_mb << 20,
     )
     restored = checkpoints.newest()
-    epoch = await ride_out(board.new_trainer_epoch)
+    store = FileSystemVersionStore(config.versions_dir, config.checkpoint.free_space_mb << 20)
+    epoch = await new_epoch(board, store)
     progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
     if config.run.updates is not None and progress.update >= config.run.updates:
         await ride_out(lambda: board.write_trainer(_finished(progress, epoch)))
@@ -96,11 +97,12 @@ async def _train(
         model_limits(config, initial),
         epoch=epoch,
         restored=progress.unsettled_ids,
-        dropped=Counter(progress.dropped),
+        forgone=progress.forgone_ids,
+        dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
     )
     consumer.requeue(await lost_work(archive, progress, streams))
     publisher = Publisher(
-        store=FileSystemVersionStore(config.versions_dir, config.checkpoint.free_space_mb << 20),
+        store=store,
         board=board,
         run=config.run.name,
         epoch=epoch,
@@ -150,9 +152,10 @@ def task_canary(config: RunConfig, initial: Path) -> list[list[int]]:
     """The run's canary, from the first prompts of its task."""
     task = load_task(config.task.name)
     tokenizer = FileTokenizer(initial / "tokenizer.json")
-    prompts = load_prompts(config.task.prompts or task.prompts_path)[:SEQUENCES]
+    count = sequences_for(config.engine.dtype)
+    prompts = load_prompts(config.task.prompts or task.prompts_path)[:count]
     ids = [task.episode(prompt, tokenizer).prompt_token_ids for prompt in prompts]
-    return canary_sequences(ids, tokenizer.vocab_size, config.run.seed)
+    return canary_sequences(ids, tokenizer.vocab_size, config.run.seed, count=count)
 
 
 def _initial_model(config: RunConfig) -> Path:

@@ -6,7 +6,8 @@
         MANIFEST.json       size and SHA-256 of every other file; written last, before the rename
 
 Everything is written into a hidden sibling, fsynced, and renamed. A folder whose manifest does not match is
-skipped, with the reason logged, for the one before it.
+skipped, with the reason logged, for the one before it. The first one saved after such a fall-back replaces those it
+fell back over: they belong to a future that is no longer made, and must not come back as the newest.
 """
 
 from __future__ import annotations
@@ -34,6 +35,17 @@ class CheckpointError(Exception):
     """A checkpoint cannot be written or does not match its manifest; says which file, found and expected."""
 
 
+class Stretch(BaseModel):
+    """Consecutive steps that one trainer process made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    trainer_epoch: int
+    update: int
+    critic_only: int
+    """With `update`, the last step of the stretch; it begins where the one before ends."""
+
+
 class Progress(BaseModel):
     """Where the run stands: all that is not tensors."""
 
@@ -52,6 +64,29 @@ class Progress(BaseModel):
     """Newest published version at the time; empty when none was."""
     trainer_epoch: int
     dropped: dict[str, int]
+    stretches: list[Stretch] = []
+    """The steps that made this state, oldest first; the same update may have been made in other epochs too, which a
+    fall-back has abandoned. Empty before the first step, and where an earlier release began the run."""
+    forgone_ids: list[str] = []
+    """Ids that came back from the archive after a fall-back and were dropped: not to be offered again."""
+
+    def holds(self, trainer_epoch: int, update: int, critic_only: int) -> bool:
+        """Whether the step that this epoch ended at this position is among those that made this state."""
+        position = (update, critic_only)
+        if not self.stretches:
+            return position <= (self.update, self.critic_only) and trainer_epoch <= self.trainer_epoch
+        for stretch in self.stretches:
+            if position <= (stretch.update, stretch.critic_only):
+                return trainer_epoch == stretch.trainer_epoch
+        return False
+
+    def stretches_to(self, trainer_epoch: int, update: int, critic_only: int) -> list[Stretch]:
+        """`stretches` of the state that this epoch, having begun at this one, has brought to that position."""
+        begin = (self.update, self.critic_only)
+        unknown = not self.stretches and begin > (0, 0)
+        if unknown or (update, critic_only) == begin:
+            return self.stretches
+        return [*self.stretches, Stretch(trainer_epoch=trainer_epoch, update=update, critic_only=critic_only)]
 
 
 class _File(BaseModel):
@@ -93,14 +128,16 @@ class CheckpointStore:
     min_free_bytes: int
 
     def save(self, progress: Progress, write_backend: Callable[[Path], None]) -> Checkpoint:
-        """Make this state durable; returns at once when a checkpoint of this very step exists.
+        """Make this state durable; returns at once when a checkpoint of this very state exists.
 
         Raises CheckpointError when the disk has less than `min_free_bytes` left.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         target = self.root / _name(progress)
-        if target.exists() and (existing := self._load(target)) is not None:
+        existing = self._load(target) if target.exists() else None
+        if existing is not None and existing.progress.stretches == progress.stretches:
             return existing
+        self._remove_unfinished()
         self._require_space()
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=self.root))
         try:
@@ -113,7 +150,7 @@ class CheckpointStore:
             _fsync_directory(self.root)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        self._collect()
+        self._collect(target)
         return Checkpoint(target, progress)
 
     def newest(self) -> Checkpoint | None:
@@ -169,8 +206,17 @@ class CheckpointStore:
             )
             raise CheckpointError(msg)
 
-    def _collect(self) -> None:
-        for path in self._paths()[: -self.keep_last]:
+    def _remove_unfinished(self) -> None:
+        """What a process that died while it saved has left."""
+        for path in self.root.glob(".update-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _collect(self, saved: Path) -> None:
+        made = [path for path in self._paths() if _order(path) <= _order(saved)]
+        for path in self._paths()[len(made) :]:
+            log.warning("removed a checkpoint of a future that was abandoned", checkpoint=str(path))
+            shutil.rmtree(path)
+        for path in made[: -self.keep_last]:
             update, critic_only = _order(path)
             kept = self.keep_every > 0 and update % self.keep_every == 0 and critic_only == _NOT_WARMING
             if not kept:

@@ -98,6 +98,7 @@ class Consumer:
         *,
         epoch: int,
         restored: Iterable[str] = (),
+        forgone: Iterable[str] = (),
         dropped: Counter[str] | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -112,6 +113,7 @@ class Consumer:
         self._archived: deque[Archived] = deque()
         self._versions: dict[str, VersionRecord] = {}
         self._pinned: Preference | None = None
+        self._forgone = set(forgone)
         self.dropped: Counter[str] = Counter() if dropped is None else dropped
         """Trajectories that did not train, by reason, since the run began."""
 
@@ -133,14 +135,23 @@ class Consumer:
         """Ids that the restored checkpoint has trained on and that have not been seen and settled since."""
         return sorted(self._restored)
 
+    @property
+    def forgone(self) -> list[str]:
+        """Ids from the archive that were dropped."""
+        return sorted(self._forgone)
+
     async def settle(self, trajectory_ids: Iterable[str]) -> int:
         """Acknowledge taken trajectories whose effect is durable; how many entries went.
 
-        Uses each entry's newest delivery: after a rewind the stream accepts no older one.
+        Uses each entry's newest delivery: after a rewind the stream accepts no older one. An entry that did not go
+        (its group was lost, so it will be delivered anew) is never trained again: it is settled when it comes.
         """
         ids = list(trajectory_ids)
         held = [self._in_hand[trajectory_id] for trajectory_id in ids if trajectory_id in self._in_hand]
         settled = await self._streams.settle(held, CONSUMER, epoch=self._epoch) if held else 0
+        if settled < len(held):
+            log.warning("entries could not be settled, waiting for them to come again", found=settled, of=len(held))
+            self._restored.update(delivery.trajectory_id for delivery in held)
         for trajectory_id in ids:
             self._in_hand.pop(trajectory_id, None)
         return settled
@@ -170,8 +181,8 @@ class Consumer:
             return Refused(delivery.trajectory_id, "in_hand")  # delivered again by a rewind after an outage
         if delivery.trajectory_id in self._restored:
             await self._streams.mark_consumed([delivery.trajectory_id])
-            await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
-            self._restored.discard(delivery.trajectory_id)
+            if await self._streams.settle([delivery], CONSUMER, epoch=self._epoch):
+                self._restored.discard(delivery.trajectory_id)
             log.info("settled: the restored checkpoint holds its effect", trajectory=delivery.trajectory_id)
             return Refused(delivery.trajectory_id, "already_trained")
         try:
@@ -223,10 +234,10 @@ class Consumer:
         judged = await self._reward(trajectory, outcome, delivery)
         if isinstance(judged, Refused):
             return judged
-        reward, trained_under = judged
+        reward, trained_under, self._pinned = judged
+        await self._streams.mark_consumed([trajectory.id])
         if masked:
             metrics.count_masked(trajectory, masked)
-        await self._streams.mark_consumed([trajectory.id])
         if delivery is not None:
             self._in_hand[trajectory.id] = delivery
         tensors = TrajectoryTensors(
@@ -240,17 +251,19 @@ class Consumer:
 
     async def _reward(
         self, trajectory: Trajectory, outcome: Scored, delivery: Delivery | None
-    ) -> tuple[float, int] | Refused:
-        """(reward, preference version it is under), by trainer.preference_policy."""
-        if self._pinned is None:
-            self._pinned = await self._board.preference()
-        pinned, policy = self._pinned, self._settings.preference_policy
+    ) -> tuple[float, int, Preference | None] | Refused:
+        """(reward, preference version it is under, the update's preference), by trainer.preference_policy.
+
+        Only a trajectory that is taken pins: one that goes back for scoring comes again under what is current then.
+        """
+        pinned = self._pinned or await self._board.preference()
+        policy = self._settings.preference_policy
         if pinned is None or outcome.scored_under == pinned.version or policy == "keep":
-            return outcome.value, outcome.scored_under
+            return outcome.value, outcome.scored_under, pinned
         if policy == "drop":
             return await self._drop(trajectory, delivery, "preference")
         try:
-            return pinned.document.value(outcome.components), pinned.version
+            return pinned.document.value(outcome.components), pinned.version, pinned
         except MissingComponentError as error:
             return await self._rescore(trajectory, delivery, str(error))
         except ValueError as error:
@@ -275,6 +288,8 @@ class Consumer:
         await self._streams.mark_consumed([trajectory.id])
         if delivery is not None:
             await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
+        else:
+            self._forgone.add(trajectory.id)
         log.info("dropped", trajectory=trajectory.id, reason=reason, action_tokens=trajectory.action_count)
         return Refused(trajectory.id, reason)
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from sao.archive import Archive
 from sao.board.base import Board, TrainerFacts, TrainerState
 from sao.config.schema import RunConfig
+from sao.rows import CRITIC_ONLY
 from sao.streams.base import StreamName, StreamUnavailableError, TrajectoryStreams
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
@@ -29,7 +30,8 @@ from services.trainer.core.sao import UpdateStats
 from services.trainer.outage import ride_out
 from services.trainer.publisher import NonFiniteWeightsError, Publisher
 from services.trainer.ranks import Ranks
-from services.trainer.records import CRITIC_ONLY, FinishedUpdate, append_row, finite, summary
+from services.trainer.records import FinishedUpdate, append_row, finite, summary
+from services.trainer.recovery import recent_values
 
 log = get_logger(__name__)
 
@@ -75,6 +77,7 @@ class TrainerLoop:
 
     def __init__(self, parts: Parts, progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._parts = parts
+        self._restored = progress
         self._config = parts.config
         self._clock = clock
         self._update = progress.update
@@ -95,6 +98,9 @@ class TrainerLoop:
         """Train until the run is over or `stop` is set; what is unfinished then is delivered again next time."""
         parts = self._parts
         parts.health.working("training")
+        window = self._config.critic.explained_variance_window
+        for values, reward in recent_values(parts.archive, self._restored, window):
+            parts.ranks.recall(values, reward)
         published = await self._publish(starting=True)
         if not published:
             msg = f"the weights at update {self._update} are not finite: restore an older checkpoint"
@@ -318,6 +324,8 @@ class TrainerLoop:
             version=self._version,
             trainer_epoch=self._parts.epoch,
             dropped=dict(self._parts.consumer.dropped),
+            stretches=self._restored.stretches_to(self._parts.epoch, self._update, self._critic_only),
+            forgone_ids=self._parts.consumer.forgone,
         )
 
     async def _tell(self, state: TrainerState) -> None:

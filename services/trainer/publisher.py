@@ -24,6 +24,7 @@ from sao.weights.base import VersionStore
 from sao.weights.checkpoint import describe_files, describe_tensors
 from sao.weights.manifest import CanarySequence, Manifest
 from services.trainer.checkpoint_names import to_checkpoint
+from services.trainer.outage import ride_out
 
 log = get_logger(__name__)
 
@@ -95,6 +96,18 @@ class Publisher:
         removed = self.store.collect(self.keep_versions)
         log.info("version published", version=name, update=update, parent=parent, collected=removed)
         return record
+
+
+async def new_epoch(board: Board, store: VersionStore) -> int:
+    """Claim a trainer epoch above that of the newest version committed.
+
+    A board that was lost counts from 1 again; the version store would refuse such an epoch as overtaken.
+    """
+    newest = store.names()[-1:]
+    committed = store.manifest(newest[0]).trainer_epoch if newest else 0
+    while (epoch := await ride_out(board.new_trainer_epoch)) <= committed:
+        log.warning("the board knows fewer epochs than the version store: was it lost?", found=epoch, of=committed)
+    return epoch
 
 
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -58,6 +58,7 @@ class _Performer:
                 return self.backend.policy_state()
             case Call.SAVE:
                 self.backend.save(Path(arguments["directory"]))
+                self.backend.sum_over_ranks([0.0])  # rank 0 seals the directory: not before every rank has written
             case Call.LOAD:
                 self.backend.load(Path(arguments["directory"]))
             case Call.HEARTBEAT | Call.STOP:
@@ -101,6 +102,10 @@ class Ranks:
         """The optimiser steps; trajectories in the order of accumulation, metrics of rank 0's share."""
         stats: UpdateStats = self._call(Call.FINISH)
         return stats
+
+    def recall(self, values: Sequence[float], reward: float) -> None:
+        """A trajectory of an earlier life, for rank 0's metrics; nothing is sent."""
+        self._performer.update.recall(values, reward)
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """The policy's log-prob of ids[i+1] given ids[:i+1], float32."""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from sao.rows import TrainedRow, UpdateRow
 from sao.v1 import archive_pb2 as pb
 from services.trainer import metrics
 from services.trainer.consumer import Taken
 from services.trainer.core.sao import TrajectoryStats, UpdateStats
-
-CRITIC_ONLY = "critic_only_updates"
-"""Metric by which an archived step and a row tell the critic's warm-up updates apart."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,16 @@ class FinishedUpdate:
 
 
 def summary(taken: Sequence[Taken]) -> dict[str, float]:
-    """Numbers of an update's trajectories that the algorithm does not know."""
+    """Numbers of an update's trajectories that the algorithm does not know, or on several ranks only of its share."""
     versions = [len({name for name in t.trajectory.versions if name}) for t in taken]
+    lag_N = torch.cat([t.tensors.lag_T[t.tensors.action_mask_T] for t in taken])
     n = len(taken)
     return {
+        "trajectories": float(n),
+        "action_tokens": float(lag_N.numel()),
+        "reward_mean": sum(t.reward for t in taken) / n,
+        "lag_mean": float(lag_N.double().mean()),
+        "lag_max": float(lag_N.max()),
         "versions_mean": sum(versions) / n,
         "versions_max": float(max(versions)),
         "tokens_mean": sum(len(t.trajectory.token_ids) for t in taken) / n,
@@ -92,6 +98,15 @@ def append_row(path: Path, row: UpdateRow) -> None:
             if file.read(1) != b"\n":
                 file.truncate(_end_of_last_line(path))
         file.write(row.model_dump_json().encode() + b"\n")
+
+
+def drops_so_far(path: Path, checkpointed: Mapping[str, int]) -> Counter[str]:
+    """Dropped since the run began, by reason: the rows at `path` may have counted more than the checkpoint.
+
+    A drop is final when it happens, whatever becomes of the updates around it.
+    """
+    rows = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return Counter(checkpointed) | Counter(UpdateRow.model_validate_json(rows[-1]).dropped if rows else {})
 
 
 def _end_of_last_line(path: Path) -> int:

@@ -1,52 +1,78 @@
-"""After a fall-back to an older checkpoint: find in the archive what that one lacks and the stream no longer has."""
+"""What a restored trainer needs of the archive: the work its checkpoint lacks, and the critic's recent record.
+
+The same update may have been made in several epochs, of which every fall-back to an older checkpoint has abandoned
+one; `Progress.holds` tells them apart.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 
-from sao.archive import Archive
+from sao.archive import Archive, StepName
 from sao.outcome import OUTCOME, Scored
+from sao.rows import CRITIC_ONLY
 from sao.streams.base import TrajectoryStreams
 from sao.telemetry.logs import get_logger
 from sao.trajectory import Trajectory
-from sao.v1 import archive_pb2 as pb
 from services.trainer.checkpoint import Progress
 from services.trainer.consumer import Archived
 from services.trainer.outage import ride_out
-from services.trainer.records import CRITIC_ONLY
 
 log = get_logger(__name__)
 
 
 async def lost_work(archive: Archive, progress: Progress, streams: TrajectoryStreams) -> list[Archived]:
-    """Trajectories trained after `progress` whose stream entries are settled, in the order they were trained.
+    """Trajectories that any epoch has trained on, that `progress` lacks and the stream no longer has, oldest first.
 
-    After a plain crash there are none: what no checkpoint holds was not settled and is delivered again.
+    After a plain crash there are none: what no checkpoint holds was not settled and is delivered again. After a
+    fall-back they may lie in any abandoned epoch, at updates before or after this one's.
     """
+    held, lacking = _sorted_out(archive, progress)
+    forgone = set(progress.forgone_ids)
     found: dict[str, Archived] = {}
-    for step in _steps(archive, progress, after=True):
-        for trained in step.trajectories:
+    for step in sorted(lacking, key=lambda step: (step.epoch, step.update, step.step)):
+        for trained in archive.load(step).trajectories:
             trajectory = Trajectory(trained.trajectory)
+            if trajectory.id in forgone or trajectory.id in found:
+                continue
             if await ride_out(partial(streams.payload, trajectory.id)) is not None:
                 continue
             outcome = OUTCOME.validate_json(trained.outcome_json)
             if isinstance(outcome, Scored):
                 found[trajectory.id] = Archived(trajectory, outcome)
-    if not found:
-        return []
-    for step in _steps(archive, progress, after=False):
-        for trained in step.trajectories:
-            found.pop(trained.trajectory.id, None)
-    log.warning("training again what the restored checkpoint lacks", trajectories=len(found), update=progress.update)
+    # An abandoned branch trains only what its beginning lacked, so what it shares with this one comes after that.
+    first = min((step.update for step in lacking), default=0)
+    for step in held:
+        if not found:
+            return []
+        if step.update >= first:
+            for trained in archive.load(step).trajectories:
+                found.pop(trained.trajectory.id, None)
+    if found:
+        log.warning(
+            "training again what the restored checkpoint lacks", trajectories=len(found), update=progress.update
+        )
     return list(found.values())
 
 
-def _steps(archive: Archive, progress: Progress, *, after: bool) -> Iterator[pb.ArchivedUpdate]:
-    held = (progress.update, progress.critic_only)
-    for update in archive.updates():
-        if update < progress.update if after else update > progress.update:
-            continue
-        for step in archive.read_steps(update):
-            if ((step.update, int(step.metrics[CRITIC_ONLY])) > held) is after:
-                yield step
+def recent_values(archive: Archive, progress: Progress, trajectories: int) -> list[tuple[Sequence[float], float]]:
+    """Values of the action tokens, and the reward, of the newest trajectories that `progress` holds, oldest first."""
+    held, _ = _sorted_out(archive, progress)
+    newest: list[tuple[Sequence[float], float]] = []
+    for step in reversed(held):
+        if len(newest) >= trajectories:
+            break
+        newest += [(trained.values, trained.reward) for trained in reversed(archive.load(step).trajectories)]
+    return newest[:trajectories][::-1]
+
+
+def _sorted_out(archive: Archive, progress: Progress) -> tuple[list[StepName], list[StepName]]:
+    """The archived steps that `progress` holds and those it lacks, each in the order of `StepName`."""
+    held: list[StepName] = []
+    lacking: list[StepName] = []
+    for step in archive.steps():
+        # Only the critic's warm-up makes several steps at one update.
+        warmed = int(archive.load(step).metrics[CRITIC_ONLY]) if step.update == 0 else 0
+        (held if progress.holds(step.epoch, step.update, warmed) else lacking).append(step)
+    return held, lacking

@@ -103,10 +103,14 @@ def _version_views(fleet: Fleet) -> list[VersionView]:
 
 
 def tolerance_for(config: RunConfig) -> Tolerance:
-    """float32 is held to `weights.canary_tolerance`, bfloat16 to what the run's first version showed."""
+    """float32 is held to `weights.canary_tolerance` per token.
+
+    bfloat16 is held to what the run's first version showed, whose mean must be within `weights.canary_tolerance`.
+    """
+    tolerance = config.weights.canary_tolerance
     if config.engine.dtype == "float32":
-        return Exact(config.weights.canary_tolerance)
-    return CalibrateOnFirst(config.versions_dir / "canary-calibration.json")
+        return Exact(tolerance)
+    return CalibrateOnFirst(config.versions_dir / "canary-calibration.json", tolerance)
 
 
 def build_engines(config: RunConfig) -> list[SGLangEngine]:

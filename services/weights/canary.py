@@ -13,8 +13,6 @@ from sao.atomic import write_file
 from sao.weights.manifest import CanarySequence, Manifest
 
 CALIBRATION_TOKENS = 512
-_CALIBRATION_CEILING = 0.1
-"""A mean difference above this is a wrong layout, not rounding (a mixed model differs by about 0.8); ours."""
 
 
 class CanaryError(Exception):
@@ -47,14 +45,20 @@ class Calibrated(BaseModel):
     p99: float
 
     @classmethod
-    def from_first(cls, differences: Sequence[float]) -> Calibrated:
-        """Measure on the first version; CanaryError when there is too little, or it can't be rounding."""
+    def from_first(cls, differences: Sequence[float], ceiling: float) -> Calibrated:
+        """Measure on the first version; CanaryError when there is too little, or the mean is above `ceiling`.
+
+        Such a mean is a wrong layout, not rounding: a mixed model differs by about 0.8.
+        """
         if len(differences) < CALIBRATION_TOKENS:
             msg = f"the canary has {len(differences)} log-probs, calibration in bfloat16 needs {CALIBRATION_TOKENS}"
             raise CanaryError(msg)
         found = cls(mean=math.fsum(differences) / len(differences), p99=percentile_99(differences))
-        if found.mean > _CALIBRATION_CEILING:
-            msg = f"mean log-prob difference {found.mean:.3g} on the first version is no rounding (a wrong layout?)"
+        if found.mean > ceiling:
+            msg = (
+                f"mean log-prob difference {found.mean:.3g} on the first version, allowed {ceiling:.3g} "
+                "(weights.canary_tolerance): no rounding, a wrong layout?"
+            )
             raise CanaryError(msg)
         return found
 
@@ -71,15 +75,19 @@ class Calibrated(BaseModel):
 
 
 class CalibrateOnFirst:
-    """bfloat16 before its first version: measures, keeps the result in `file`, and is a `Calibrated` from then on."""
+    """bfloat16 before its first version: measures, keeps the result in `file`, and is a `Calibrated` from then on.
 
-    def __init__(self, file: Path) -> None:
+    `ceiling`: largest mean difference that the measurement accepts as rounding.
+    """
+
+    def __init__(self, file: Path, ceiling: float) -> None:
         self._file = file
+        self._ceiling = ceiling
         self._bounds = Calibrated.model_validate_json(file.read_bytes()) if file.is_file() else None
 
     def check(self, differences: Sequence[float]) -> None:
         if self._bounds is None:
-            self._bounds = Calibrated.from_first(differences)
+            self._bounds = Calibrated.from_first(differences, self._ceiling)
             write_file(self._file, self._bounds.model_dump_json().encode())
         self._bounds.check(differences)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import OrderedDict
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from services.weights.rounds import Evidence
 
 log = get_logger(__name__)
 _EVIDENCE_KEPT = 4
+_ENGINE_LEASE = re.compile(r"(engine-[0-9]+)(\.loading)?")
+"""Holders of leases that keepers take (keeper.py); others' are left alone."""
 
 
 class Fleet:
@@ -56,9 +59,16 @@ class Fleet:
             self._good += [version for version in facts.verified if version in committed and version not in self._good]
         self._good.sort()
         leases = await asyncio.to_thread(self.store.leases)
-        held = sorted(set(leases.values()) & set(self._good))
-        if held:
-            self._reference = manifest_layout(await asyncio.to_thread(self.store.manifest, held[0]))
+        for holder in sorted(leases):
+            if (engine := _ENGINE_LEASE.fullmatch(holder)) and engine[1] not in self._engine_ids:
+                log.info("lease of an engine that left the run is given back", holder=holder, version=leases[holder])
+                await asyncio.to_thread(self.store.release, holder)
+        for version in sorted(set(leases.values()) & set(self._good)):
+            try:
+                self._reference = manifest_layout(await asyncio.to_thread(self.store.manifest, version))
+                break
+            except VersionStoreError as error:
+                log.warning("a proven version is unreadable", version=version, error=str(error))
 
     async def meet(self, launch_checkpoint: str) -> None:
         """Hold versions against the checkpoint an engine was started from, when it lies on our file system.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -154,3 +155,28 @@ async def test_a_wrong_token_stops_the_worker_instead_of_burying_its_work(tmp_pa
             await publisher.publish(good(random.Random(0), ingest.limits))
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert not (tmp_path / "dead").exists()
+
+
+async def test_what_is_being_offered_when_the_worker_stops_waits_in_the_spool(tmp_path: Path) -> None:
+    board = MemoryBoard()
+    streams = FailingStreams(board)
+    streams.error = StreamUnavailableError("gone")
+    offered = asyncio.Event()
+
+    async def pause(_: float) -> None:
+        offered.set()
+        await asyncio.Event().wait()
+
+    async with memory_ingest(streams=streams, board=board) as ingest:
+        publisher = make(ingest, tmp_path, Pauses(), spool=True)
+        publisher._sleep = pause
+        message = good(random.Random(0), ingest.limits)
+        offer = asyncio.create_task(publisher.publish(message))
+        await asyncio.wait_for(offered.wait(), 10)
+        offer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await offer
+        streams.error = None
+        await make(ingest, tmp_path, Pauses(), spool=True).drain_spool()
+        assert (await streams.depth(StreamName.TRAJECTORIES)).length == 1
+    assert TrajectoryFolder(tmp_path / "spool").ids() == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +31,9 @@ from services.trainer.checkpoint import CheckpointStore
 from services.trainer.consumer import Consumer
 from services.trainer.core.sao import SaoSettings, SaoUpdate, UpdateStats
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
-from services.trainer.publisher import Publisher
+from services.trainer.publisher import Publisher, new_epoch
 from services.trainer.ranks import Ranks
+from services.trainer.records import drops_so_far
 from services.trainer.recovery import lost_work
 
 ROOT = "v00000001"
@@ -140,7 +140,8 @@ class Trainer:
             await world.board.put_preference(PREFERENCE)
         checkpoints = CheckpointStore(config.run.dir / "checkpoints", config.run.name, 3, 0, 0)
         restored = checkpoints.newest()
-        epoch = await world.board.new_trainer_epoch()
+        store = FileSystemVersionStore(config.versions_dir, 0)
+        epoch = await new_epoch(world.board, store)
         progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
         backend = TorchReferenceBackend(config, world.initial)
         ranks = Ranks(backend, SaoUpdate(backend, SaoSettings.of(config)))
@@ -154,11 +155,12 @@ class Trainer:
             Limits(config.run.name, 32, 512, 2**20, 1e-5),
             epoch=epoch,
             restored=progress.unsettled_ids,
-            dropped=Counter(progress.dropped),
+            forgone=progress.forgone_ids,
+            dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
         )
         consumer.requeue(await lost_work(archive, progress, world.streams))
         publisher = Publisher(
-            store=FileSystemVersionStore(config.versions_dir, 0),
+            store=store,
             board=world.board,
             run=config.run.name,
             epoch=epoch,

@@ -115,7 +115,7 @@ class SGLangEngine:
         except TimeoutError:
             await self._abort(rid)
             raise EngineTimeoutError(self.engine_id, f"turn {rid}: no answer within {timeout_s:g} s") from None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             text = f"turn {rid}: {type(error).__name__} {error}"
             raise EngineUnavailableError(self.engine_id, text) from error
         if response.status_code != httpx.codes.OK:
@@ -159,7 +159,7 @@ class SGLangEngine:
         """Free the slot; a request held by a pause ignores this and runs to its own end."""
         try:
             await self._client.post("/abort_request", json={"rid": rid}, timeout=_ABORT_TIMEOUT_S)
-        except httpx.TransportError:
+        except httpx.RequestError:
             return
 
 

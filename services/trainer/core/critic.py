@@ -28,8 +28,9 @@ class ValueWindow:
         self._pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=trajectories)
 
     def append(self, values_A: Tensor, returns_A: Tensor) -> None:
-        """Add one trajectory's action tokens; the oldest leaves when the window is full."""
-        self._pairs.append((values_A, returns_A))
+        """Add one trajectory's action tokens, all finite or not at all; the oldest leaves when the window is full."""
+        if bool(torch.isfinite(values_A).all()) and bool(torch.isfinite(returns_A).all()):
+            self._pairs.append((values_A, returns_A))
 
     def explained_variance(self) -> float:
         """EV over all tokens of the window; NaN while it is undefined."""

@@ -17,6 +17,7 @@ Letters: T tokens of one trajectory, prompt included; A its action tokens, in or
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -148,6 +149,14 @@ class SaoUpdate:
         self._kept: list[_Kept] = []
         self._critic_only = False
         self._open = False
+
+    def recall(self, values: Sequence[float], reward: float) -> None:
+        """Put a trajectory of an earlier life, by its action tokens' values, into the explained-variance window."""
+        values_A = torch.tensor(values)
+        everywhere_A = torch.ones_like(values_A, dtype=torch.bool)
+        settings = self._settings
+        _, returns_A = skip_observation_gae(values_A, everywhere_A, reward, settings.gamma, settings.lambda_critic)
+        self._window.append(values_A, returns_A)
 
     def begin(self, *, critic_only: bool = False) -> None:
         """Start an update; `critic_only` leaves the policy alone (critic warm-up, value pre-training)."""

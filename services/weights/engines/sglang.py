@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +96,12 @@ class SGLangEngine:
         body = await self._object(
             "checksums", "POST", "/weights_checker", json={"action": "checksum"}, headers=self._control
         )
-        found = {
-            f"rank{number}/{name}": str(value)
-            for number, rank in enumerate(body.get("ranks") or [])
-            for name, value in (rank.get("checksums") or {}).items()
-        }
+        with self._readable("checksums", body):
+            found = {
+                f"rank{number}/{name}": str(value)
+                for number, rank in enumerate(body.get("ranks") or [])
+                for name, value in (rank.get("checksums") or {}).items()
+            }
         if not found:
             raise UnusableAnswerError(self.engine_id, "checksums", f"no parameter in {str(body)[:300]}")
         return found
@@ -118,7 +121,8 @@ class SGLangEngine:
         if not isinstance(answers, list) or len(answers) != len(sequences):
             detail = f"expected {len(sequences)} answers, found {str(answers)[:300]}"
             raise UnusableAnswerError(self.engine_id, "score", detail)
-        return [self._prompt_logprobs(ids, answer) for ids, answer in zip(sequences, answers, strict=True)]
+        with self._readable("score", answers):
+            return [self._prompt_logprobs(ids, answer) for ids, answer in zip(sequences, answers, strict=True)]
 
     def _prompt_logprobs(self, token_ids: Sequence[int], answer: Mapping[str, Any]) -> list[float]:
         rows = (answer.get("meta_info", {}).get("input_token_logprobs") or [])[1:]
@@ -139,26 +143,37 @@ class SGLangEngine:
             "extra_key": _PROBE_NAMESPACE,
         }
         body = await self._object("generate", "POST", "/generate", json=request, headers=self._data)
-        meta = body.get("meta_info", {})
-        rows, cached = meta.get("output_token_logprobs") or [], meta.get("cached_tokens")
-        if len(rows) != 1 or not isinstance(cached, int):
-            detail = (
-                f"{len(rows)} tokens, cached_tokens {cached!r}, finish {meta.get('finish_reason')}; expected 1 token"
+        with self._readable("generate", body):
+            meta = body.get("meta_info", {})
+            rows, cached = meta.get("output_token_logprobs") or [], meta.get("cached_tokens")
+            if len(rows) != 1 or not isinstance(cached, int):
+                finish = meta.get("finish_reason")
+                detail = f"{len(rows)} tokens, cached_tokens {cached!r}, finish {finish}; expected 1 token"
+                raise UnusableAnswerError(self.engine_id, "generate", detail)
+            return GeneratedToken(
+                token_id=int(rows[0][1]),
+                logprob=self._number("generate", rows[0][0]),
+                cached_tokens=cached,
+                version=str(meta.get("weight_version", "")),
             )
-            raise UnusableAnswerError(self.engine_id, "generate", detail)
-        return GeneratedToken(
-            token_id=int(rows[0][1]),
-            logprob=self._number("generate", rows[0][0]),
-            cached_tokens=cached,
-            version=str(meta.get("weight_version", "")),
-        )
 
     async def close(self) -> None:
         await self._http.aclose()
 
+    @contextmanager
+    def _readable(self, step: str, body: object) -> Iterator[None]:
+        """An answer of another shape is this engine's fault: it must not end the service that keeps the others."""
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            detail = f"not the shape that SGLang answers in ({type(error).__name__}: {error}): {str(body)[:300]}"
+            raise UnusableAnswerError(self.engine_id, step, detail) from error
+
     def _number(self, step: str, value: object) -> float:
-        if not isinstance(value, int | float):
-            raise UnusableAnswerError(self.engine_id, step, f"log-prob {value!r}, expected a number (NaN weights?)")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise UnusableAnswerError(
+                self.engine_id, step, f"log-prob {value!r}, expected a finite number (NaN weights?)"
+            )
         return float(value)
 
     async def _object(
@@ -189,7 +204,7 @@ class SGLangEngine:
         except TimeoutError as error:
             detail = f"no answer from {self.url}{path} within {self._deadline_s} s"
             raise EngineUnreachableError(self.engine_id, step, detail) from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             detail = f"{self.url}{path}: {type(error).__name__}: {error}"
             raise EngineUnreachableError(self.engine_id, step, detail) from error
         if response.status_code != httpx.codes.OK:

@@ -135,3 +135,12 @@ def test_beside_a_torch_with_cuda_the_shim_stays_away(monkeypatch: pytest.Monkey
 
     assert not torchvision_shim.install_if_cpu()
     assert sys.meta_path == before
+
+
+def test_an_engine_without_a_seed_draws_one_at_each_start() -> None:
+    asked = serve.parser().parse_args(["--model", "m", "--port", "1"])
+    seeds = set()
+    for _ in range(3):
+        arguments = serve.server_arguments(asked)
+        seeds.add(arguments[arguments.index("--random-seed") + 1])
+    assert len(seeds) > 1, "replicas and restarts would sample alike"

@@ -18,6 +18,7 @@ from sao.curves import (
     reward_curve,
     trained,
 )
+from sao.rows import UpdateRow
 from tests.support.update_rows import rows_of, trained_row, update_row
 
 rewards = st.lists(st.floats(-10, 10), max_size=260)
@@ -82,6 +83,17 @@ def test_a_critic_warm_up_keeps_its_update_number_and_its_trajectories_count() -
 
     assert effective_rows(rows) == rows
     assert [row.update for row, _ in trained(rows)] == [0, 0, 1]
+
+
+def test_a_warm_up_step_that_was_made_again_counts_once_whatever_it_was_made_of() -> None:
+    def warm(number: int, step: int, epoch: int) -> UpdateRow:
+        metrics = {"critic_only_updates": float(step)}
+        return update_row(0, [trained_row(number, 0.0)], critic_only=True, epoch=epoch, metrics=metrics)
+
+    first = [warm(number, number, 1) for number in (1, 2, 3)]
+    again = [warm(90, 2, 2), warm(3, 3, 2)]
+
+    assert effective_rows([*first, *again]) == [first[0], *again]
 
 
 def test_a_switch_is_where_a_higher_preference_version_first_appears() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tools.locks import LOCKS, ROOT, Installed, closure, normalised, text
+from tools.locks import EARLIER_PYTHON, LOCKS, ROOT, Installed, closure, normalised, text
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -79,3 +80,27 @@ def test_a_missing_dependency_is_named() -> None:
 def test_names_are_compared_as_pypi_does() -> None:
     assert normalised("Mypy_Extensions") == "mypy-extensions"
     assert text({"a": "1"}, "why") == "# why\na==1\n"
+
+
+def test_the_locks_serve_the_earliest_python_3_11_too() -> None:
+    """They are derived on one patch release and installed without dependencies on any."""
+    known = {Requirement(line).name for line in EARLIER_PYTHON}
+    missed = set()
+    for one in metadata.distributions():
+        for need in map(Requirement, one.requires or []):
+            here, earliest = (
+                need.marker is None or need.marker.evaluate({"extra": "", **python})
+                for python in ({}, {"python_full_version": "3.11.0"})
+            )
+            if earliest and not here:
+                missed.add(need.name)
+                assert normalised(one.metadata["Name"]) in set().union(*EARLIER_PYTHON.values())
+    assert missed <= known
+    for lock in LOCKS:
+        lines = (ROOT / "requirements" / lock).read_text().splitlines()
+        assert [line for line in EARLIER_PYTHON if line not in lines] == [], lock
+
+
+def test_a_lock_says_for_which_python_a_pin_is() -> None:
+    (line,) = EARLIER_PYTHON
+    assert text({"a": "1", "redis": "8"}, "why") == f"# why\na==1\n{line}\nredis==8\n"

@@ -107,6 +107,16 @@ def test_servers_that_are_there_already_are_not_started(tmp_path: Path) -> None:
     assert all(one.after == {MODEL} for one in services)
 
 
+def test_trainer_and_worker_are_looked_for_where_they_bind(tmp_path: Path) -> None:
+    config = with_ports(asked("ingest.bind=127.0.0.9"), PortChooser())
+
+    services = plan(config, tmp_path / "run.toml", tmp_path, own_engines=False, earlier_starts=0)
+
+    hosts = {one.name: urlsplit(one.health).hostname for one in services if one.health is not None}
+    assert {hosts[name] for name in ("trainer", "ingest", "worker")} == {"127.0.0.9"}
+    assert {hosts[name] for name in ("reward", "weights")} == {"127.0.0.1"}
+
+
 def test_a_secret_reaches_children_by_the_environment_and_never_by_the_command_line(tmp_path: Path) -> None:
     config = with_ports(asked("auth.token=open-sesame", "engine.api_key=for-data"), PortChooser())
 

@@ -87,3 +87,13 @@ def test_non_finite_16_bit_floats_are_found_exactly(
 def test_a_canary_that_proves_nothing_is_refused(logprobs: list[float]) -> None:
     with pytest.raises(ValueError, match=r"logprobs|log-probs"):
         CanarySequence(token_ids=[1, 2, 3], logprobs=logprobs)
+
+
+@pytest.mark.parametrize(
+    "header", [b"{", b"[]", b'{"w": {}}', b'{"w": {"shape": [1], "dtype": "F32", "data_offsets": [0]}}']
+)
+def test_a_header_that_is_none_is_a_broken_file(tmp_path: Path, header: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(CheckpointFormatError, match=r"model\.safetensors"):
+        tensor_slots(file)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -152,3 +155,31 @@ async def test_a_task_that_gives_no_episode_is_named_with_its_prompt() -> None:
     lease = ingest_pb2.PromptLease(lease_id="5-1", ordinal=5, attempt=1)
     with pytest.raises(UnplayableError, match=r"prompt p5: task count gives no episode: KeyError"):
         await (await runner(stops_after(1), Broken())).play(lease, attempt=1)
+
+
+def test_a_hanging_environment_keeps_no_worker_from_ending() -> None:
+    """Asyncio's own pool is waited for when its loop closes; this one returns at once."""
+    release = threading.Event()
+
+    class Hanging(ScriptedTask):
+        def episode(self, prompt: Prompt, tokenizer: Tokenizer) -> Episode:
+            class Stuck:
+                prompt_token_ids = (1,)
+                stop_token_ids = (STOP,)
+                task_payload: Mapping[str, object] = {}
+
+                def observe(self, action_token_ids: Sequence[int]) -> Observation:
+                    release.wait(30)
+                    return Observation([], done=True)
+
+            return Stuck()  # type: ignore[return-value]
+
+    limits = EpisodeLimits(max_turns=4, max_new_tokens=8, max_tokens=96, turn_timeout_s=0.05)
+    started = time.monotonic()
+    try:
+        message = asyncio.run(play(stops_after(2), Hanging([1]), limits))
+        took_s = time.monotonic() - started
+    finally:
+        release.set()
+    assert message.finish_reason == pb.FINISH_REASON_ENV_ERROR
+    assert took_s < 10

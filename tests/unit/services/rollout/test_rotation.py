@@ -92,9 +92,18 @@ async def test_a_waiting_turn_starts_when_an_engine_comes_into_rotation() -> Non
 async def test_a_verified_version_is_believed_at_once_and_stays_so() -> None:
     made, board, _ = await rotation(EngineState.SERVING)
     await made.verified("engine-0", [VERSIONS[0]], timeout_s=0)
-    await write_engine(board, "engine-0", EngineState.QUARANTINED, verified=[])
+    await write_engine(board, "engine-0", EngineState.LOADING, verified=[])
     await made.refresh()
     await made.verified("engine-0", [VERSIONS[0]], timeout_s=0.01)
+
+
+async def test_a_quarantined_engine_is_not_believed_about_a_verified_version() -> None:
+    """A failed load may leave the old label on weights that are no version at all."""
+    made, board, _ = await rotation(EngineState.SERVING)
+    await write_engine(board, "engine-0", EngineState.QUARANTINED)
+    await made.refresh()
+    with pytest.raises(UnverifiedVersionError, match="quarantined"):
+        await made.verified("engine-0", [VERSIONS[0]], timeout_s=60)
 
 
 async def test_a_version_verified_elsewhere_is_not_verified_here() -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from sao.board.memory import MemoryBoard
+from sao.config import load_run_config
 from sao.weights.memory import MemoryVersionStore
+from services.rollout.app import spool_folder
 from services.rollout.checkpoint import first_checkpoint, vocabulary_size
 from services.rollout.folder import TrajectoryFolder
 from services.rollout.repeats import Repeats
@@ -65,3 +67,9 @@ def test_a_completion_is_repeated_when_it_equals_the_one_before_for_the_same_pro
     assert not repeats.see(other)
     first.prompt_id = "p0"
     assert not repeats.see(first), "only the newest prompts are remembered"
+
+
+@pytest.mark.parametrize(("sets", "parent"), [([], "runs/run/spool"), (['rollout.spool_dir="/spool"'], "/spool")])
+def test_every_worker_has_a_spool_of_its_own(sets: list[str], parent: str) -> None:
+    folders = {str(spool_folder(load_run_config(None, [*sets, f"rollout.worker_id={name}"], env={}))) for name in "ab"}
+    assert folders == {f"{parent}/a", f"{parent}/b"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.checkpoint import Checkpoint, CheckpointError, CheckpointStore, Progress
+from services.trainer.checkpoint import Checkpoint, CheckpointError, CheckpointStore, Progress, Stretch
 
 
 def progress(update: int, *, critic_only: int = 0, run: str = "unit") -> Progress:
@@ -119,3 +119,40 @@ def test_a_full_disk_is_refused_before_anything_is_written(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"MiB free, checkpoint.free_space_mb asks for"):
         full.save(progress(1), write)
     assert full.updates() == []
+
+
+def test_what_is_saved_after_a_fall_back_stays_and_is_the_newest(tmp_path: Path) -> None:
+    kept = store(tmp_path, keep_last=1, keep_every=0)
+    for update in (1, 5):
+        kept.save(progress(update), write)
+        if update == 1:
+            kept = store(tmp_path, keep_last=2)
+    (tmp_path / "checkpoints" / "update-00000005" / "progress.json").write_text("torn")
+
+    kept = store(tmp_path, keep_last=1)
+    for update in (2, 3):
+        kept.save(progress(update), write)
+        assert kept.updates() == [update]
+        found = kept.newest()
+        assert found is not None
+        assert found.progress.update == update
+
+
+def test_a_state_of_another_branch_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    branches = [
+        progress(2).model_copy(update={"stretches": [Stretch(trainer_epoch=epoch, update=2, critic_only=0)]})
+        for epoch in (1, 2)
+    ]
+    for branch in branches:
+        store(tmp_path).save(branch, write)
+    found = store(tmp_path).newest()
+    assert found is not None
+    assert found.progress == branches[1]
+
+
+def test_what_a_dead_process_left_unfinished_goes_with_the_next_save(tmp_path: Path) -> None:
+    store(tmp_path).save(progress(1), write)
+    leftover = tmp_path / "checkpoints" / ".update-00000002.x1y2z3" / "backend"
+    leftover.mkdir(parents=True)
+    store(tmp_path).save(progress(2), write)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["update-00000001", "update-00000002"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from sao.board.base import VersionRecord
 from sao.invariants import Limits
 from sao.outcome import Scored, TimedOut
 from sao.preference import PreferenceDocument
-from sao.streams.base import StreamName, StreamUnavailableError
+from sao.streams.base import Delivery, StreamName, StreamUnavailableError, TrajectoryStreams
 from sao.streams.memory import MemoryStreams
 from services.trainer.consumer import CONSUMER, Consumer, Position, Refused, Taken
 from tests.support.training import PREFERENCE, World, random_trajectory
@@ -221,3 +223,68 @@ async def test_a_rewind_after_an_outage_neither_trains_twice_nor_loses_the_right
     assert await consumer.settle(ids) == 2
     assert await world.settled(ids) == ids
     assert CONSUMER == "trainer"
+
+
+def lose_the_group(streams: TrajectoryStreams) -> None:
+    """As after a fail-over that lost the consumer group: what is on the stream is delivered anew."""
+    assert isinstance(streams, MemoryStreams)
+    for item in streams._streams[StreamName.SCORED].items.values():
+        item.consumer, item.attempt = None, 0
+
+
+async def test_what_could_not_be_settled_is_not_trained_again(new_world: NewWorld) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    ids = await world.deliver_many(2)
+    for _ in ids:
+        assert isinstance(await take(consumer), Taken)
+
+    lose_the_group(world.streams)
+    assert await consumer.settle(ids) == 0
+    assert consumer.restored == sorted(ids)  # what the next checkpoint says
+
+    for trajectory_id in ids:
+        assert await take(consumer) == Refused(trajectory_id, "already_trained")
+    assert await world.settled(ids) == ids
+    assert consumer.restored == []
+
+
+async def test_a_restored_id_stays_known_until_its_entry_is_gone(new_world: NewWorld) -> None:
+    world = new_world()
+    trajectory_id = await world.deliver()
+    await consumer_of(world)
+    limits = Limits("unit", 32, 512, 2**20, 1e-5)
+    consumer = Consumer(
+        world.streams, world.board, world.config.trainer, limits, epoch=2, restored=[trajectory_id], forgone=["x"]
+    )
+    await consumer.open()
+    settle = world.streams.settle
+
+    async def too_late(deliveries: Sequence[Delivery], consumer: str, *, epoch: int) -> int:
+        lose_the_group(world.streams)
+        return await settle(deliveries, consumer, epoch=epoch)
+
+    world.streams.settle = too_late  # type: ignore[method-assign]
+    assert await take(consumer) == Refused(trajectory_id, "already_trained")
+    assert consumer.restored == [trajectory_id]
+    world.streams.settle = settle  # type: ignore[method-assign]
+    assert await take(consumer) == Refused(trajectory_id, "already_trained")
+    assert (consumer.restored, consumer.forgone) == ([], ["x"])
+
+
+@pytest.mark.parametrize("policy", ["rescore", "drop"])
+async def test_only_a_trajectory_that_is_taken_pins_the_preference(new_world: NewWorld, policy: str) -> None:
+    world = new_world(f"trainer.preference_policy={policy}")
+    consumer = await consumer_of(world)
+    await world.deliver()
+    await world.board.put_preference(PreferenceDocument(name="new", weights={"unheard_of": 1.0}))
+    consumer.begin_update()
+    assert isinstance(await take(consumer), Refused)
+    assert consumer.preference_version == 0
+
+    await world.board.put_preference(PREFERENCE)
+    await world.deliver(scored_under=3)
+    taken = await take(consumer)
+
+    assert isinstance(taken, Taken)
+    assert (taken.trained_under, consumer.preference_version) == (3, 3)

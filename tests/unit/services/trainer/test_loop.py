@@ -10,12 +10,15 @@ import torch
 
 from sao.archive import Archive
 from sao.board.base import TrainerState
+from sao.board.memory import MemoryBoard
+from sao.curves import dropped, effective_rows
+from sao.outcome import TimedOut
 from sao.rows import UpdateRow, read_rows
 from sao.streams.base import FencedError, StreamName
 from sao.streams.memory import MemoryStreams
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.checkpoint import CheckpointStore
-from tests.support.training import ROOT, World, random_trajectory
+from tests.support.training import PREFERENCE, ROOT, World, random_trajectory
 from tests.unit.services.trainer.conftest import NewWorld
 
 
@@ -159,6 +162,9 @@ async def test_after_a_crash_anywhere_training_goes_on_bit_for_bit_and_trains_no
     assert last[1] is not None
     assert last[0].consumed == last[1].consumed == 8
     assert weights_of(straight, last[0].version) == weights_of(crashed, last[1].version)
+    # The explained variance goes on over its window: the archive remembers the values.
+    windows = [[row.metrics.get("explained_variance") for row in found] for found in (rows(straight), effective)]
+    assert windows[0] == pytest.approx(windows[1])
 
 
 async def test_an_older_checkpoint_gets_from_the_archive_what_it_lacks(new_world: NewWorld) -> None:
@@ -177,6 +183,72 @@ async def test_an_older_checkpoint_gets_from_the_archive_what_it_lacks(new_world
     archived = Archive(world.config.run.dir / "archive").read(2)
     assert [t.trajectory.id for t in archived.trajectories] == ids[2:]
     assert archived.trainer_epoch == 2
+
+
+async def test_a_second_fall_back_still_finds_what_the_first_one_had_to_train_again(new_world: NewWorld) -> None:
+    world = new_world("run.updates=3", "checkpoint.every_updates=1")
+    ids = await world.deliver_many(6)
+    await (await world.start()).run()
+    for update in (2, 3):
+        checkpoint = world.config.run.dir / "checkpoints" / f"update-{update:08d}"
+        (checkpoint / "progress.json").write_text("torn")
+
+    # Update 2 is made again, of one trajectory; the other one of the abandoned update 2 is still in the queue.
+    smaller = new_world("run.updates=9", "trainer.trajectories_per_update=1")
+    smaller.board, smaller.streams, smaller.ordinal = world.board, world.streams, world.ordinal
+    await (await smaller.start()).run_updates(1)
+    third = await smaller.start()
+    assert third.loop.progress().update == 2
+    await third.run_updates(3)
+
+    assert [[t.id for t in row.trajectories] for row in effective_rows(rows(smaller))] == [
+        ids[:2],
+        *([trajectory_id] for trajectory_id in ids[2:]),
+    ]
+
+
+async def test_what_came_from_the_archive_and_was_dropped_does_not_come_again(new_world: NewWorld) -> None:
+    world = new_world("run.updates=2", "checkpoint.every_updates=1")
+    await world.deliver_many(4)
+    await (await world.start()).run()
+    (world.config.run.dir / "checkpoints" / "update-00000002" / "progress.json").write_text("torn")
+
+    other = new_world("run.updates=9", "trainer.preference_policy=drop", "checkpoint.every_updates=1")
+    other.board, other.streams, other.ordinal = world.board, world.streams, world.ordinal
+    await other.board.put_preference(PREFERENCE)
+    new = [await other.deliver(scored_under=2) for _ in range(4)]
+    await (await other.start()).run_updates(1)
+    await (await other.start()).run_updates(1)
+
+    assert [t.id for row in rows(other)[-2:] for t in row.trajectories] == new
+    assert rows(other)[-1].dropped == {"preference": 2}
+
+
+async def test_a_drop_counts_once_whatever_is_made_again_around_it(new_world: NewWorld) -> None:
+    world = new_world("run.updates=4", "checkpoint.every_updates=2")
+    for _ in range(2):
+        await world.deliver(outcome=TimedOut(component="judge", after_s=1.0))
+        await world.deliver_many(4)
+    first = await world.start()
+    await first.run_until_crash(first.parts.ranks, "finish", at=4)
+    await (await world.start()).run()
+
+    assert dropped(rows(world)) == rows(world)[-1].dropped == {"not_scored": 2}
+
+
+async def test_a_run_that_lost_its_board_goes_on(new_world: NewWorld) -> None:
+    world = new_world("run.updates=3")
+    await world.deliver_many(2)
+    for updates in (1, 0, 0):
+        await (await world.start()).run_updates(updates)
+
+    board = MemoryBoard()
+    world.board, world.streams = board, MemoryStreams(board)
+    trainer = await world.start()
+    await trainer.run_updates(0)
+
+    (record,) = (await board.versions()).values()
+    assert (record.update, record.parent, record.epoch) == (1, None, 4)
 
 
 async def test_a_finished_run_ends_at_once_and_a_longer_one_goes_on(new_world: NewWorld) -> None:

@@ -17,10 +17,11 @@ from sao.board.memory import MemoryBoard
 from sao.tasks.calculator import Calculator
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer import publisher as module
-from services.trainer.canary import canary_sequences
+from services.trainer.canary import canary_sequences, sequences_for
 from services.trainer.checkpoint_names import UnknownLayoutError, to_checkpoint
 from services.trainer.publisher import NonFiniteWeightsError, Publisher, untied, write_checkpoint
 from services.trainer.tiny_model import save_tokenizer
+from services.weights.canary import CALIBRATION_TOKENS
 
 
 def test_names_and_tensors_equal_what_transformers_saves(tiny_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
@@ -136,6 +137,13 @@ def test_the_canary_is_long_enough_the_same_each_time_and_inside_the_vocabulary(
     assert canary[0][:3] == prompts[0]
     with pytest.raises(ValueError, match="wrong tokenizer"):
         canary_sequences([[40]], 32, 4)
+
+
+def test_an_engine_in_bfloat16_is_asked_enough_to_be_calibrated_on() -> None:
+    canary = canary_sequences([[1, 7, 8], [1, 9]], 32, 4, count=sequences_for("bfloat16"))
+    assert sum(len(ids) - 1 for ids in canary) >= CALIBRATION_TOKENS
+    assert len({tuple(ids) for ids in canary}) == len(canary)
+    assert sequences_for("float32") < sequences_for("bfloat16")
 
 
 def test_the_tiny_tokenizer_loads_as_transformers_loads_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import httpx
@@ -13,7 +14,7 @@ from pydantic import SecretStr
 from sao.config.schema import RunConfig
 from sao.telemetry.health import Health
 from services.weights import app
-from services.weights.canary import CalibrateOnFirst, Exact
+from services.weights.canary import CalibrateOnFirst, CanaryError, Exact
 from tests.support.processes import free_port
 from tests.unit.services.weights.world import World
 
@@ -61,6 +62,17 @@ def test_tolerance_follows_the_engines_dtype(tmp_path: Path) -> None:
     assert app.tolerance_for(config) == Exact(1e-4)
     bf16 = RunConfig.model_validate({"run": {"dir": str(tmp_path)}, "engine": {"dtype": "bfloat16"}})
     assert isinstance(app.tolerance_for(bf16), CalibrateOnFirst)
+
+
+@pytest.mark.parametrize(("tolerance", "passes"), [(0.05, True), (0.005, False)])
+def test_the_tolerance_of_the_run_file_bounds_the_calibration_of_bfloat16(
+    tmp_path: Path, tolerance: float, passes: bool
+) -> None:
+    (tmp_path / "versions").mkdir()
+    tables = {"run": {"dir": str(tmp_path)}, "engine": {"dtype": "bfloat16"}}
+    config = RunConfig.model_validate({**tables, "weights": {"canary_tolerance": tolerance}})
+    with contextlib.nullcontext() if passes else pytest.raises(CanaryError, match="canary_tolerance"):
+        app.tolerance_for(config).check([0.01] * 512)
 
 
 def test_engines_are_named_by_their_place() -> None:

@@ -33,8 +33,8 @@ def test_percentile_99_is_nearest_rank() -> None:
 def test_bfloat16_calibrates_on_the_first_version_and_remembers(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     first = [0.01] * 500 + [0.03] * 12
-    CalibrateOnFirst(file).check(first)
-    later = CalibrateOnFirst(file)
+    CalibrateOnFirst(file, 0.05).check(first)
+    later = CalibrateOnFirst(file, 0.05)
     later.check([0.02] * 512)
     with pytest.raises(CanaryError, match="mean"):
         later.check([0.03] * 512)
@@ -47,8 +47,8 @@ def test_bfloat16_calibrates_on_the_first_version_and_remembers(tmp_path: Path) 
 def test_bfloat16_calibration_needs_enough_tokens_and_refuses_a_wrong_layout(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     with pytest.raises(CanaryError, match="needs 512"):
-        CalibrateOnFirst(file).check([0.01] * 511)
+        CalibrateOnFirst(file, 0.05).check([0.01] * 511)
     with pytest.raises(CanaryError, match="layout"):
-        CalibrateOnFirst(file).check([0.8] * 512)
+        CalibrateOnFirst(file, 0.05).check([0.8] * 512)
     assert not file.exists()
-    assert Calibrated.from_first([0.01] * 512).p99 == 0.01
+    assert Calibrated.from_first([0.01] * 512, 0.05).p99 == 0.01

@@ -8,6 +8,8 @@ import pytest
 
 from sao.board.base import EngineState
 from sao.streams.base import StreamUnavailableError
+from sao.weights.base import IncompleteVersionError
+from sao.weights.manifest import Manifest
 from services.weights.preflight import directory_layout
 from tests.support.versions import announce, floats, publish_checkpoint, write_safetensors, write_toy_checkpoint
 from tests.unit.services.weights.world import World
@@ -301,3 +303,35 @@ async def test_a_first_version_inspected_before_any_engine_answered_is_looked_at
     good = await world.publish(2)
     await world.settle(1.5)
     assert (await world.facts()).version == good.version
+
+
+async def test_leases_of_engines_that_left_the_run_are_given_back(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.restore()
+    manifest = await world.publish(1)
+    await world.settle()
+    for holder in ("engine-7", "engine-7.loading", "somebody"):
+        world.store.lease(manifest.version, holder)
+    world.start()
+    await world.restore()
+    assert sorted(world.store.leases()) == ["engine-0", "somebody"]
+
+
+async def test_a_damaged_version_does_not_keep_the_service_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    await world.restore()
+    await world.publish(1)
+    await world.settle()
+
+    def damaged(version: str) -> Manifest:
+        raise IncompleteVersionError(version)
+
+    world.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.store, "manifest", damaged)
+        await world.restore()
+    await world.publish(2)
+    await world.settle()
+    assert (await world.facts()).state is EngineState.SERVING

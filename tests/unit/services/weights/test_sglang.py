@@ -131,3 +131,43 @@ async def test_a_closed_port_is_unreachable() -> None:
 async def test_an_answer_of_another_kind_is_refused(content: str) -> None:
     with pytest.raises(UnusableAnswerError):
         await engine(lambda _: httpx.Response(200, content=content)).model_info()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [{"meta_info": None}],
+        [{"meta_info": {"input_token_logprobs": [None, None, None]}}],
+        [{"meta_info": {"input_token_logprobs": [[None, 1], [-1.0], [-1.0]]}}],
+        ["text"],
+    ],
+)
+async def test_an_answer_of_another_shape_is_the_engines_error(body: Any) -> None:
+    with pytest.raises(UnusableAnswerError):
+        await engine(lambda _: httpx.Response(200, json=body)).score([[1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    "body", [{"meta_info": None}, {"meta_info": {"output_token_logprobs": [3], "cached_tokens": 0}}]
+)
+async def test_a_generated_token_of_another_shape_is_the_engines_error(body: Any) -> None:
+    with pytest.raises(UnusableAnswerError):
+        await engine(lambda _: httpx.Response(200, json=body)).generate_one([1, 2])
+
+
+async def test_checksums_of_another_shape_are_the_engines_error() -> None:
+    with pytest.raises(UnusableAnswerError):
+        await engine(lambda _: httpx.Response(200, json={"ranks": ["abc"]})).checksums()
+
+
+async def test_a_body_that_cannot_be_decoded_means_unreachable() -> None:
+    broken = httpx.Response(200, headers={"Content-Encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip"))
+    with pytest.raises(EngineUnreachableError, match="DecodingError"):
+        await engine(lambda _: broken).model_info()
+
+
+async def test_a_token_that_is_no_number_proves_no_freshness() -> None:
+    """NaN is within every bound: no comparison with it is true."""
+    body = '{"meta_info": {"output_token_logprobs": [[NaN, 3, null]], "cached_tokens": 0, "weight_version": "v"}}'
+    with pytest.raises(UnusableAnswerError, match="finite"):
+        await engine(lambda _: httpx.Response(200, content=body)).generate_one([1, 2])

@@ -153,3 +153,9 @@ async def test_a_turn_given_up_is_aborted_on_the_server() -> None:
 def test_plain_text_is_an_error_text_too() -> None:
     assert error_text(httpx.Response(400, text="Flush cache failed.")) == "Flush cache failed."
     assert error_text(httpx.Response(400, json=["odd"])) == "['odd']"
+
+
+async def test_a_body_that_cannot_be_decoded_means_unavailable() -> None:
+    broken = httpx.Response(200, headers={"Content-Encoding": "gzip"}, stream=httpx.ByteStream(b"no gzip"))
+    with pytest.raises(EngineUnavailableError, match="DecodingError"):
+        await ask(broken)

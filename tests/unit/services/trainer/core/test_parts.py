@@ -101,6 +101,15 @@ def test_the_window_forgets_its_oldest_trajectory() -> None:
     assert window.explained_variance() == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_one_broken_trajectory_does_not_blind_the_window(broken: float) -> None:
+    window = ValueWindow(4)
+    window.append(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
+    window.append(torch.tensor([broken]), torch.tensor([1.0]))
+    window.append(torch.tensor([0.5]), torch.tensor([broken]))
+    assert window.explained_variance() == 1.0
+
+
 def test_losses_are_sums_over_the_mask_and_deaf_to_the_rest() -> None:
     mask_T = torch.tensor([True, False, True])
     nan = math.nan

@@ -201,3 +201,24 @@ def test_the_critic_learns_what_separates_good_from_bad() -> None:
     assert stats is not None
     assert stats.metrics["critic_loss"] < 0.01
     assert stats.metrics["explained_variance"] > 0.9
+
+
+def test_the_window_goes_on_from_what_an_earlier_life_recorded() -> None:
+    settings = SaoSettings(gamma=0.9, lambda_critic=0.8)
+    backend = toy_backend()
+    whole, resumed = SaoUpdate(backend, settings), SaoUpdate(backend, settings)
+    whole.begin()
+    early = [whole.accumulate(replace(toy_trajectory(backend, seed), reward=float(seed))) for seed in range(3)]
+    whole.finish()
+
+    for stats in early:
+        resumed.recall(stats.values_A.tolist(), stats.reward)
+    found = []
+    for update in (whole, resumed):
+        torch.manual_seed(0)
+        backend.snapshot_critic()
+        update.begin(critic_only=True)
+        update.accumulate(toy_trajectory(backend, 9))
+        found.append(update.finish().metrics["explained_variance"])
+        backend.restore_critic()
+    assert found[0] == pytest.approx(found[1])

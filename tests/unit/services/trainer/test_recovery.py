@@ -1,0 +1,142 @@
+"""After any history of crashes and fall-backs, exactly what the weights lack and the stream lacks is trained again."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sao.archive import Archive
+from sao.outcome import Scored
+from sao.rows import CRITIC_ONLY
+from sao.streams.memory import MemoryStreams
+from sao.v1 import archive_pb2, trajectory_pb2
+from services.trainer.checkpoint import Progress
+from services.trainer.loop import fresh_progress
+from services.trainer.recovery import lost_work, recent_values
+
+WARM_UP = 2
+SCORED = Scored(components={"right": 1.0}, value=1.0, scored_under=1, scoring_started_s=1.0)
+
+
+@dataclass
+class Streams(MemoryStreams):
+    """Payloads only: what was taken and is not settled."""
+
+    waiting: list[str] = field(default_factory=list)
+
+    async def payload(self, trajectory_id: str) -> bytes | None:
+        return b"there" if trajectory_id in self.waiting else None
+
+
+@dataclass
+class Run:
+    """A trainer reduced to its books, over a real archive."""
+
+    archive: Archive
+    streams: Streams = field(default_factory=Streams)
+    numbers: Iterator[int] = field(default_factory=count)
+    epoch: int = 1
+    begun: Progress = field(default_factory=lambda: fresh_progress("unit", 1))
+    update: int = 0
+    critic_only: int = 0
+    held: list[str] = field(default_factory=list)
+    """What the weights of this life were trained on, oldest first."""
+    queue: list[str] = field(default_factory=list)
+    checkpoints: list[tuple[Progress, list[str]]] = field(default_factory=list)
+    ever: set[str] = field(default_factory=set)
+
+    def step(self, size: int) -> None:
+        while len(self.queue) < size:
+            self.streams.waiting.append(f"trajectory-{next(self.numbers)}")
+            self.queue.append(self.streams.waiting[-1])
+        ids, self.queue = self.queue[:size], self.queue[size:]
+        warming = self.update == 0 and self.critic_only < WARM_UP
+        self.critic_only += warming
+        self.update += not warming
+        self.archive.append(
+            archive_pb2.ArchivedUpdate(
+                update=self.update,
+                trainer_epoch=self.epoch,
+                trajectories=[
+                    archive_pb2.TrainedTrajectory(
+                        trajectory=trajectory_pb2.Trajectory(id=trajectory_id),
+                        outcome_json=SCORED.model_dump_json(),
+                        reward=float(trajectory_id.split("-")[1]),
+                    )
+                    for trajectory_id in ids
+                ],
+                metrics={CRITIC_ONLY: float(self.critic_only)},
+            )
+        )
+        self.held += ids
+        self.ever |= set(ids)
+
+    def checkpoint(self) -> None:
+        here = {"update": self.update, "critic_only": self.critic_only, "trainer_epoch": self.epoch}
+        stretches = self.begun.stretches_to(self.epoch, self.update, self.critic_only)
+        self.checkpoints.append((self.begun.model_copy(update={**here, "stretches": stretches}), list(self.held)))
+        self.streams.waiting = [i for i in self.streams.waiting if i not in self.held]
+
+    async def restart(self, fall_back: int) -> None:
+        del self.checkpoints[len(self.checkpoints) - min(fall_back, len(self.checkpoints)) :]
+        self.epoch += 1
+        fresh: tuple[Progress, list[str]] = (fresh_progress("unit", self.epoch), [])
+        self.begun, held = self.checkpoints[-1] if self.checkpoints else fresh
+        self.held = list(held)
+        self.update, self.critic_only = self.begun.update, self.begun.critic_only
+
+        again = [lost.trajectory.id for lost in await lost_work(self.archive, self.begun, self.streams)]
+
+        assert len(again) == len(set(again))
+        assert set(again) == self.ever - set(self.held) - set(self.streams.waiting)
+        window = [f"trajectory-{reward:.0f}" for _, reward in recent_values(self.archive, self.begun, 3)]
+        assert window == self.held[-3:]
+        self.queue = again + [i for i in self.streams.waiting if i not in self.held]
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), st.integers(1, 3)),
+        st.tuples(st.just("checkpoint"), st.just(0)),
+        st.tuples(st.just("restart"), st.integers(0, 2)),
+    ),
+    max_size=24,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(actions)
+async def test_nothing_is_lost_and_nothing_comes_twice_whatever_was_abandoned(
+    history: Sequence[tuple[str, int]],
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(Archive(Path(folder)))
+        for action, number in history:
+            match action:
+                case "step":
+                    run.step(number)
+                case "checkpoint":
+                    run.checkpoint()
+                case _:
+                    await run.restart(number)
+        await run.restart(1)
+        await run.restart(0)
+
+
+async def test_a_checkpoint_that_says_nothing_of_its_epochs_offers_nothing_twice(tmp_path: Path) -> None:
+    run = Run(Archive(tmp_path))
+    for _ in range(4):
+        run.step(1)
+    run.checkpoint()
+    await run.restart(0)
+    run.step(1)
+    run.checkpoint()
+    old = run.checkpoints[-1][0].model_copy(update={"stretches": []})
+    assert await lost_work(run.archive, old, run.streams) == []
+    assert old.stretches_to(9, 9, WARM_UP) == []
