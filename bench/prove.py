@@ -1,4 +1,4 @@
-"""Prove the claims of the README by running the whole system: `python -m bench.prove learning|streaming|preference`.
+"""Prove the claims of the README by running the whole system: `python -m bench.prove learning|streaming|preference|engines`.
 
 Each seed is one run of `sao up` with every real process. The result file names the commit and the machine, keeps every
 seed, and is written after each run, so an interrupted proof goes on where it stopped.
@@ -95,10 +95,29 @@ def preference(seed: int, run: Path) -> dict[str, Any]:
     }
 
 
+def engines(seed: int, run: Path) -> dict[str, Any]:
+    """Bar: of two engines, both are verified to serve the newest version when the run ends."""
+    report = finish(start(run, seed, "--preset", "tiny", "--engines", "2", "--updates", "60"), run)
+    newest = [row.version for row, _ in read_rows(run / "updates.jsonl") if row.version][-1]
+    events = [json.loads(line) for line in (run / "logs" / "weights.log").read_text().splitlines() if line[:1] == "{"]
+    served = [event for event in events if event["event"] == "engine serves"]
+    last = {event["engine"]: event["version"] for event in served}
+    worst = max(event["worst"] for event in served)
+    return {
+        "passed": last == {"engine-0": newest, "engine-1": newest},
+        "newest": newest,
+        "last_served": last,
+        "rounds": len(served),
+        "largest_canary_difference": worst,
+        **common(report),
+    }
+
+
 PROOFS: dict[str, Callable[[int, Path], dict[str, Any]]] = {
     "learning": learning,
     "streaming": streaming,
     "preference": preference,
+    "engines": engines,
 }
 
 
