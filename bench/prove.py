@@ -1,4 +1,4 @@
-"""Prove the claims of the README by running the whole system: `python -m bench.prove learning|streaming|preference|engines`.
+"""Prove the claims of the README by running the whole system: `python -m bench.prove NAME`, `--help` lists them.
 
 Each seed is one run of `sao up` with every real process. The result file names the commit and the machine, keeps every
 seed, and is written after each run, so an interrupted proof goes on where it stopped.
