@@ -37,6 +37,7 @@ def figures(config: RunConfig) -> list[Figure]:
     count = parameters(config.model)
     return [
         Figure("policy learning rate", trainer.policy_lr, "", _learning_rate_rule(config)),
+        Figure("critic warm-up", config.critic_warmup_updates, "updates", "critic-only, before the policy moves"),
         Figure("tokens per update", per_update * rollout.max_tokens, "tokens", "at most: trajectories x max_tokens"),
         Figure(
             "action tokens per update", per_update * action_tokens(config), "tokens", "at most: what the loss runs over"
@@ -44,7 +45,10 @@ def figures(config: RunConfig) -> list[Figure]:
         Figure("admission limit", config.admission_limit, "trajectories", "leased, or durable and not yet consumed"),
         Figure("expected lag", expected_lag(config), "updates", "mean over tokens while generation is the slow side"),
         Figure(
-            "largest lag", largest_lag(config), "updates", "of a trajectory, when everything admitted is ahead of it"
+            "largest lag",
+            largest_lag(config),
+            "updates",
+            "everything admitted is ahead of it; engines add their own delay",
         ),
         Figure("payload", payload_bytes(config), "bytes", "of the longest trajectory"),
         Figure("Redis memory", redis_bytes(config), "bytes", "admitted + unacknowledged payloads, at most"),

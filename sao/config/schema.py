@@ -213,6 +213,8 @@ class CriticSection(Section):
     """Regular expressions over parameter names: attention [P], router, norms, embeddings [D]."""
     warmup_updates: Annotated[int, Field(ge=0)] = 10  # [D]
     """Critic-only updates, with a linear learning-rate ramp, before the policy moves."""
+    warmup_trajectories: Annotated[int, Field(ge=0)] = 0
+    """The warm-up sees at least this many trajectories: at one per update, ten updates teach the critic nothing."""
     explained_variance_window: Count = 64
     """Trajectories over which explained variance is computed."""
 
@@ -350,6 +352,12 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     weights: WeightsSection = WeightsSection()
     auth: AuthSection = AuthSection()
+
+    @property
+    def critic_warmup_updates(self) -> int:
+        """Critic-only updates before the policy moves."""
+        per_update = self.trainer.trajectories_per_update
+        return max(self.critic.warmup_updates, -(-self.critic.warmup_trajectories // per_update))
 
     @property
     def versions_dir(self) -> Path:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from sao.config import ConfigError
 from sao.supervisor.process import Command, inherited_environment
 
 _WHERE = """
@@ -22,12 +23,16 @@ json.dump({"path": str(path.absolute()), "there": (path / "config.json").is_file
 """
 
 
+NO_TASK = "sao.tasks.TaskLoadError: "
+"""How the last line of a traceback begins when `task.name` is what is wrong."""
+
+
 class NoInitialModelError(RuntimeError):
     """The initial checkpoint can be neither found nor made."""
 
 
 def locate(run_file: Path) -> tuple[Path, bool]:
-    """The initial checkpoint's directory, and whether it is there."""
+    """The initial checkpoint's directory, and whether it is there; ConfigError when `task.name` leads to no task."""
     answer = subprocess.run(  # noqa: S603  # our own interpreter and program
         [sys.executable, "-c", _WHERE, str(run_file)],
         capture_output=True,
@@ -38,6 +43,8 @@ def locate(run_file: Path) -> tuple[Path, bool]:
     )
     if answer.returncode != 0:
         reason = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        if reason.startswith(NO_TASK):
+            raise ConfigError(key="task.name", message=reason.removeprefix(NO_TASK))
         msg = f"cannot tell where the initial model is: {reason}"
         raise NoInitialModelError(msg)
     found = json.loads(answer.stdout)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +30,9 @@ from sao.supervisor.watch import StoppedError, Watch
 IDENTITY = ("run.name", "run.seed", "task.name", "model", "warm_start")
 """What makes a run the run it is: a resume may not change it."""
 
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
+"""What a write to the run folder meets; the system names no file then."""
+
 StartError = (
     NoEngineEnvironmentError,
     NoFreePortError,
@@ -49,13 +55,25 @@ def up(asked: RunConfig, view: View) -> int:
         view.close()
         view.say(f"cannot start: {error}")
         return 1
+    except OSError as error:
+        if error.filename is None and error.errno not in DISK_ERRORS:
+            raise
+        view.close()
+        view.say(f"failed: {error.filename or folder.root}: {error.strerror}")
+        return 1
     finally:
         view.close()
 
 
 def resume_command(root: Path) -> str:
-    """The command that goes on where a run folder ends."""
-    return f"sao up --run-dir {shlex.quote(str(root))}"
+    """The command that goes on where a run folder ends; it works in the shell that started this one."""
+    return f"{shlex.quote(_program())} up --run-dir {shlex.quote(str(root))}"
+
+
+def _program() -> str:
+    """`sao`, or how it was called where PATH does not have it, as under `make run`."""
+    called = Path(sys.argv[0])
+    return str(called) if called.name == "sao" and shutil.which("sao") is None else "sao"
 
 
 def refuse_another_run(asked: RunConfig, folder: RunFolder) -> None:
@@ -69,6 +87,15 @@ def refuse_another_run(asked: RunConfig, folder: RunFolder) -> None:
             raise ConfigError(key, f"{folder.root} holds a run with {before}, found {now}: name another --run-dir")
 
 
+def refuse_missing_files(config: RunConfig, model: Path, *, there: bool) -> None:
+    """ConfigError with the key of a file that the run needs and does not find."""
+    if config.model.path is not None and not there:
+        raise ConfigError(key="model.path", message=f"no checkpoint: {model} holds no config.json")
+    prompts = config.task.prompts
+    if prompts is not None and not prompts.is_file():
+        raise ConfigError(key="task.prompts", message=f"no such file: {prompts}")
+
+
 def _run(asked: RunConfig, folder: RunFolder, view: View, pending: list[signal.Signals]) -> int:
     refuse_another_run(asked, folder)
     resumed = folder.holds_a_run
@@ -76,13 +103,15 @@ def _run(asked: RunConfig, folder: RunFolder, view: View, pending: list[signal.S
     own_engines = not asked.engine.urls
     if own_engines:
         engine_python(config.engine.environment)  # before anything is written
-    folder.asked_file.write_text(dump_run_config(asked), encoding="utf-8")
     folder.run_file.write_text(dump_run_config(config), encoding="utf-8")
+    model, there = initial_model.locate(folder.run_file)
+    refuse_missing_files(config, model, there=there)
+    # Not before the task and the model were found: a folder that holds a run takes no other name for them.
+    folder.asked_file.write_text(dump_run_config(asked), encoding="utf-8")
     earlier_starts = sum(event.event == "up" for event in folder.timeline())
     folder.note("up", detail="resumed" if resumed else "new")
     what = f"{config.task.name}, seed {config.run.seed}, in {folder.root}"
     view.tell("sao", f"{'resuming' if resumed else 'starting'} {what}")
-    model, there = initial_model.locate(folder.run_file)
     supervisor = Supervisor(
         plan(config, folder.run_file, model, own_engines=own_engines, earlier_starts=earlier_starts),
         folder,

@@ -162,14 +162,14 @@ class TrainerLoop:
         """Learning rates: the critic's ramps up over its warm-up, in which the policy stays."""
         trainer, critic = self._config.trainer, self._config.critic
         warming = self._warming
-        ramp = (self._critic_only + 1) / critic.warmup_updates if warming else 1.0
+        ramp = (self._critic_only + 1) / self._config.critic_warmup_updates if warming else 1.0
         self._parts.ranks.begin(policy_lr=trainer.policy_lr, critic_lr=critic.lr * ramp, critic_only=warming)
         self._parts.consumer.begin_update()
         self._idle_s = 0.0
 
     @property
     def _warming(self) -> bool:
-        return self._update == 0 and self._critic_only < self._config.critic.warmup_updates
+        return self._update == 0 and self._critic_only < self._config.critic_warmup_updates
 
     async def _complete(self, taken: list[Taken]) -> None:
         """Step, and record it: archive first, then the version, the row and the board."""
