@@ -186,7 +186,11 @@ def main() -> int:
             "commit": now,
             "seeds": {},
         }
-    result["machine"] = {"system": platform.platform(), "cores": os.cpu_count(), "python": platform.python_version()}
+    result["machine"] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
     for seed in options.seeds.split(","):
         if seed in result["seeds"]:
             continue
