@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shlex
 import shutil
 import signal
@@ -32,6 +33,9 @@ IDENTITY = ("run.name", "run.seed", "task.name", "model", "warm_start")
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
 """What a write to the run folder meets; the system names no file then."""
+
+TRACEBACK_LINES = 7
+"""Of a failed process's traceback; the log has the rest."""
 
 StartError = (
     NoEngineEnvironmentError,
@@ -161,7 +165,20 @@ def _show_tail(error: GaveUpError, folder: RunFolder, view: View) -> None:
     view.close()
     view.say(f"the last lines of {folder.log_file(error.name)}:")
     for line in error.tail:
-        view.say(f"  {line}")
+        for part in readable(line):
+            view.say(f"  {part}")
+
+
+def readable(line: str) -> list[str]:
+    """A log line for a person: the end of a traceback inside a structured one on lines of its own."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        return [line]
+    exception = fields.get("exception") if isinstance(fields, dict) else None
+    if not isinstance(exception, str):
+        return [line]
+    return [f"{fields.get('time')} {fields.get('event')}:", *exception.strip().splitlines()[-TRACEBACK_LINES:]]
 
 
 def _finish(config: RunConfig, folder: RunFolder, view: View, *, finished: bool) -> None:

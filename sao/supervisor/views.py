@@ -21,6 +21,8 @@ PLAIN_EVERY_S = 5.0
 DRAW_EVERY_S = 0.5
 EVENTS_SHOWN = 6
 PLOT_HEIGHT = 7
+ROOM_BESIDE_PROCESSES = 30
+"""Lines that all but the rows of processes take at most; the end of a view too high for the terminal is cut off."""
 
 
 class View(Protocol):
@@ -124,8 +126,9 @@ class LiveView:
                 Text(f"teaching the tiny model its task's language: {step} of {steps}, loss {loss:.2f}"),
                 ProgressBar(total=steps, completed=step, width=60),
             ]
-        parts += [_figures(status), _processes(status)]
-        if self._events:
+        low = self._console.height < ROOM_BESIDE_PROCESSES + len(status.lines)
+        parts += [_figures(status), _processes_in_short(status) if low else _processes(status)]
+        if self._events and not low:
             parts.append(Text("\n".join(self._events), style="dim", no_wrap=True, overflow="ellipsis"))
         # Broken here with backslashes: where the terminal would wrap it, a copy would not be one command.
         copied = command.replace(" -H ", " \\\n  -H ").replace(" -d ", " \\\n  -d ")
@@ -152,6 +155,14 @@ def _figures(status: Status) -> Table:
     for start in range(0, len(cells), 5):
         table.add_row(*cells[start : start + 5])
     return table
+
+
+def _processes_in_short(status: Status) -> Text:
+    """One line: who is not ready yet, else what the engines serve."""
+    unready = [f"{line.name} {line.state}" for line in status.lines if line.state != "ready"]
+    noted = [f"{line.name} {line.note}" for line in status.lines if line.note]
+    ready = f"{len(status.lines) - len(unready)} of {len(status.lines)} processes ready"
+    return Text("; ".join([ready, *(unready or noted)]), style="dim")
 
 
 def _processes(status: Status) -> Table:

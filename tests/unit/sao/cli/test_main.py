@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from sao.cli.main import app, asked_config
 from sao.config import ConfigError, dump_run_config, load_run_config
 from sao.supervisor.folder import RunFolder
-from sao.supervisor.up import refuse_another_run, resume_command
+from sao.supervisor.up import readable, refuse_another_run, resume_command
 from tests.support.update_rows import rows_of
 
 runner = CliRunner()
@@ -78,6 +78,44 @@ def test_a_folder_is_not_resumed_as_another_run(tmp_path: Path, change: str, key
 
 def test_the_resume_command_survives_a_shell() -> None:
     assert resume_command(Path("/runs/my run")) == "sao up --run-dir '/runs/my run'"
+
+
+def test_a_task_or_a_checkpoint_that_is_not_there_is_named_before_anything_starts(tmp_path: Path) -> None:
+    """And the folder does not hold a run afterwards: the next try may name another."""
+    python = tmp_path / "environment" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    given = ["--set", f"engine.environment={python.parent.parent}", "--run-dir", str(tmp_path / "run")]
+    for key, value in (("task.name", "nope"), ("model.path", "/nowhere"), ("task.prompts", "/nowhere.jsonl")):
+        result = runner.invoke(app, ["up", "--preset", "tiny", *given, "--set", f"{key}={value}"])
+        assert (result.exit_code, f"configuration error: {key}: " in result.output) == (2, True), result.output
+    assert not RunFolder(tmp_path / "run").holds_a_run
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = runner.invoke(app, ["up", "--preset", "tiny", "--run-dir", str(tmp_path / "file")])
+    assert result.exit_code == 1
+    assert f"failed: {tmp_path / 'file'}: File exists" in result.output
+
+
+def test_the_resume_command_names_the_program_as_it_was_called_where_path_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", [".venv/bin/sao"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert resume_command(Path("/runs/one")) == ".venv/bin/sao up --run-dir /runs/one"
+
+
+def test_a_traceback_in_a_log_line_is_shown_as_lines() -> None:
+    assert readable('{"event": "failed", "time": "t", "exception": "Traceback:\\n  File 1\\nValueError: x"}') == [
+        "t failed:",
+        "Traceback:",
+        "  File 1",
+        "ValueError: x",
+    ]
+    for line in ("plain", '{"event": "started"}', "[1]"):
+        assert readable(line) == [line]
 
 
 def test_status_and_report_say_when_there_is_nothing(tmp_path: Path) -> None:

@@ -137,6 +137,24 @@ def test_the_live_view_shows_curve_figures_processes_events_and_the_command(stat
         assert part in text
 
 
+def test_the_command_is_seen_on_a_small_terminal_too(status: Status) -> None:
+    """Of a view higher than the terminal, the end is cut off while it is live."""
+    console = Console(force_terminal=True, width=80, height=24)
+    view = LiveView(console)
+    for number in range(6):
+        view.tell("trainer", f"event {number}")
+    lines = [*status.lines, *(Line(f"service-{number}", "ready", "http://127.0.0.1:1", "") for number in range(5))]
+    command = switch_command(load_run_config(None, env={}, preset="tiny"), None)
+
+    with console.capture() as capture:
+        view.show(Status(12.0, lines, status.progress, (350, 700, 0.8), None), command)
+    live = capture.get()
+    view.close()
+
+    for part in ("curl -X PUT", "Ctrl-C", "trainer restarting", "6 of 7"):
+        assert part in live
+
+
 def test_the_live_view_shows_the_warm_start(tmp_path: Path) -> None:
     console = Console(force_terminal=True, width=100, height=50, record=True)
     view = LiveView(console)
