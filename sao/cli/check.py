@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sao.cli.task_check import refuse_unusable_task
 from sao.config import ConfigError, RunConfig, dump_run_config, load_run_config
 from sao.config.derived import Figure, figures
 from sao.config.doubts import doubts
@@ -26,6 +27,7 @@ def check(run_file: RunFile = None, preset: Preset = None, sets: Sets = None, to
     """Print effective settings, what follows from them, and doubts; exit 2 with the key's name when one is wrong."""
     try:
         config = load_run_config(run_file, sets or (), preset=preset)
+        not_here = refuse_unusable_task(config)
     except ConfigError as error:
         typer.echo(f"configuration error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -35,6 +37,10 @@ def check(run_file: RunFile = None, preset: Preset = None, sets: Sets = None, to
     console = Console(soft_wrap=False)
     console.print(_settings(config))
     console.print(_figures(config))
+    if not_here is not None:
+        console.print(
+            Text.assemble(("warning ", "bold yellow"), ("task.name", "bold"), f": {not_here}"), soft_wrap=True
+        )
     for doubt in doubts(config):
         console.print(
             Text.assemble(("warning ", "bold yellow"), (doubt.key, "bold"), f": {doubt.text}"), soft_wrap=True

@@ -7,6 +7,7 @@ number in quotes or a true for a count is a mistake, not a number.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -66,6 +67,12 @@ class RedisSection(Section):
     """Of the embedded Valkey. `everysec` may lose a second of work in a power cut, `always` nothing."""
     timeout_s: Positive = 5.0
     """Longest wait for one command."""
+
+    @model_validator(mode="after")
+    def _url_is_a_url(self) -> RedisSection:
+        if not re.match(r"(rediss?|valkeys?|unix)://\S", self.url):
+            raise wrong_setting(key="url", reason="expected redis://host:port/db, rediss:// or unix://")
+        return self
 
 
 class ModelSection(Section):
@@ -139,6 +146,13 @@ class EngineSection(Section):
     """Of the calls that change weights or state."""
     start_timeout_s: Positive = 300.0
     """Longest wait until an engine answers."""
+
+    @model_validator(mode="after")
+    def _urls_are_urls(self) -> EngineSection:
+        for url in self.urls:
+            if not re.match(r"https?://[^/\s]+", url):
+                raise wrong_setting(key="urls", reason=f"expected http://host:port, found {url!r}")
+        return self
 
 
 class RolloutSection(Section):
@@ -217,6 +231,16 @@ class CriticSection(Section):
     """The warm-up sees at least this many trajectories: at one per update, ten updates teach the critic nothing."""
     explained_variance_window: Count = 64
     """Trajectories over which explained variance is computed."""
+
+    @model_validator(mode="after")
+    def _patterns_compile(self) -> CriticSection:
+        for pattern in self.frozen:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                reason = f"{pattern!r} is no regular expression: {error}"
+                raise wrong_setting(key="frozen", reason=reason) from error
+        return self
 
 
 class TrainerSection(Section):
