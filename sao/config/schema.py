@@ -390,7 +390,7 @@ class RunConfig(Section):
 
     @property
     def admission_limit(self) -> int:
-        """The most trajectories leased, or durable and not yet consumed (architecture.md, Leases)."""
+        """The most trajectories leased, or durable and not yet consumed (docs/architecture.md, Leases)."""
         fresh = (self.trainer.max_lag + 2 - self.trainer.publish_every) * self.trainer.trajectories_per_update
         if self.trainer.stale_policy == "mask_tokens":
             return max(fresh, self.rollout.concurrency)

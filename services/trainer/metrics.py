@@ -1,4 +1,4 @@
-"""What the trainer counts and shows: every item of algorithm.md, "Metrics every update must log".
+"""What the trainer counts and shows: every item of docs/algorithm.md, "Metrics every update must log".
 
 A number that an update leaves undefined (no token of that lag, no variance in the returns) shows as NaN.
 """

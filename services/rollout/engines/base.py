@@ -7,7 +7,7 @@ Invariants every implementation keeps, and tests/contract/test_engines.py checks
 - **A turn ends for a reason.** STOP: its last token, which belongs to it, is a stop token or the model's own
   end-of-sequence token. LENGTH: it has exactly `max_new_tokens` tokens.
 - **Bad ids never leave.** A prompt with an id outside the vocabulary is refused before it is sent: one such id
-  ends a real SGLang server (engine.md, 2.1).
+  ends a real SGLang server (docs/engine.md).
 - **Every call ends** within `timeout_s`, by a Turn or by an EngineError.
 
 Sampling is the whole distribution at temperature 1 (`SAMPLING`); nothing else is trainable.

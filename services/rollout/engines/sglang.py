@@ -1,4 +1,4 @@
-"""SGLang over its native `/generate` (0.5.23; engine.md, 2.1 and 2.3, has what it really does).
+"""SGLang over its native `/generate` (0.5.23; docs/engine.md has what it really does).
 
 Three error shapes are read, abortion arrives as 200, null log-probs mean NaN weights, and a request that the
 client has given up still runs until it is aborted by its rid. `ignore_eos` stays off because it switches

@@ -1,6 +1,6 @@
 """One network in one DeepSpeed engine, ZeRO stage 0 to 3, with gradients that accumulate one trajectory at a time.
 
-DeepSpeed averages gradients over ranks and cannot be told a divisor before the step, so (algorithm.md):
+DeepSpeed averages gradients over ranks and cannot be told a divisor before the step, so (docs/algorithm.md):
 - `managed_gradient_accumulation` is off: the caller's `step` is the boundary, whatever came before it;
 - losses go in as sums at loss scale 1; just before the step the scale becomes denominator / ranks, which the
   optimiser divides by, clipping included; afterwards it is 1 again (else the next loss would be multiplied);

@@ -1,4 +1,4 @@
-"""The numbers of one update (algorithm.md, "Metrics every update must log"), from its trajectories' token records.
+"""The numbers of one update (docs/algorithm.md, "Metrics every update must log"), from its trajectories' token records.
 
 A number that is undefined in an update (no such token, no variance) is absent, never NaN.
 Letters: A action tokens of one trajectory, N those of the whole update.

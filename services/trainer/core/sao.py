@@ -1,4 +1,4 @@
-"""Single-rollout asynchronous optimisation, one update at a time (arXiv 2607.07508, section 3; algorithm.md).
+"""Single-rollout asynchronous optimisation, one update at a time (arXiv 2607.07508, section 3; docs/algorithm.md).
 
     update = SaoUpdate(backend, settings)
     forever:
@@ -35,7 +35,7 @@ from services.trainer.core.metrics import TokenRecord, bounded_ratio, defined, t
 
 @dataclass(frozen=True)
 class SaoSettings:
-    """The hyper-parameters of algorithm.md; sao.config.schema documents each."""
+    """The hyper-parameters of docs/algorithm.md; sao.config.schema documents each."""
 
     eps_low: float = 0.3
     eps_high: float = 5.0

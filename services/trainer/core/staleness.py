@@ -1,7 +1,7 @@
 """Staleness: which tokens are too old to carry weight, decided when a trajectory is consumed.
 
 Letters: T tokens of one trajectory, prompt included.
-lag of a token = trainer's update - update of the version that sampled it, through the common ancestor (algorithm.md).
+lag of a token = trainer's update - update of the version that sampled it, through the common ancestor.
 """
 
 from __future__ import annotations

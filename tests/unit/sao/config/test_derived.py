@@ -21,7 +21,7 @@ def configured(*sets: str, preset: str | None = None) -> RunConfig:
     return load_run_config(None, sets, {}, preset=preset)
 
 
-def test_the_tiny_preset_is_the_laboratory_setting() -> None:
+def test_the_tiny_preset_is_the_measured_setting() -> None:
     config = configured(preset="tiny")
     by_name = {figure.name: figure.value for figure in figures(config)}
     assert by_name["policy learning rate"] == pytest.approx(3e-4)
@@ -89,7 +89,7 @@ def test_the_reference_policy_costs_its_weights() -> None:
     assert with_kl == without + 400
 
 
-def test_the_tiny_count_is_near_what_the_laboratory_measured() -> None:
+def test_the_tiny_count_is_near_the_measured_one() -> None:
     """0.225-0.231 M with tied embeddings over 32-128 rows; ours are untied."""
     assert 0.225e6 < tiny_parameters(ModelSection()) < 0.25e6
 

@@ -1,4 +1,4 @@
-"""What only a wire can do wrong, on scripted answers in the shapes a real server gives (engine.md, 2.1)."""
+"""What only a wire can do wrong, on scripted answers in the shapes a real server gives (docs/engine.md, 2.1)."""
 
 from __future__ import annotations
 

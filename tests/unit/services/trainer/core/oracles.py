@@ -1,4 +1,4 @@
-"""The definitions of algorithm.md written once more, by another way, in float64."""
+"""The definitions of docs/algorithm.md written once more, by another way, in float64."""
 
 from __future__ import annotations
 
