@@ -18,13 +18,13 @@ from functools import partial
 from sao.ids import uuid7
 from sao.tasks.base import Episode, Observation, Prompt, Task
 from sao.telemetry.logs import get_logger
+from sao.threads import DaemonThreads
 from sao.tokenizer import Tokenizer
 from sao.v1 import ingest_pb2
 from sao.v1 import trajectory_pb2 as pb
 from services.rollout import metrics
 from services.rollout.engines.base import SAMPLING, EngineError, Finish, Turn
 from services.rollout.rotation import Rotation
-from services.rollout.threads import DaemonThreads
 
 log = get_logger(__name__)
 
@@ -91,7 +91,7 @@ class EpisodeRunner:
         self._prompt_of = prompt_of
         self._rotation = rotation
         self._limits = limits
-        self._threads = DaemonThreads(_ENVIRONMENT_THREADS)
+        self._threads = DaemonThreads(_ENVIRONMENT_THREADS, name="environment")
 
     async def play(self, lease: ingest_pb2.PromptLease, attempt: int) -> pb.Trajectory:
         """A finished trajectory for this lease.

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from sao.threads import CrashedError
 from services.reward import metrics
-from services.reward.pool import DeadlinePassedError, ScorerCrashedError, ThreadPool
+from services.reward.pool import DeadlinePassedError, ThreadPool
 from tests.support.scored_tasks import until
 
 
@@ -35,7 +36,7 @@ async def test_a_call_gives_its_own_exception(error: Exception) -> None:
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration(1)])
 async def test_what_would_act_on_the_service_is_wrapped(error: BaseException) -> None:
-    with pytest.raises(ScorerCrashedError, match=type(error).__name__):
+    with pytest.raises(CrashedError, match=type(error).__name__):
         await ThreadPool[int]("t", 1).run(raiser(error), 5.0)
 
 
