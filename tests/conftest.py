@@ -15,10 +15,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from hypothesis import settings
 
 from sao.config import RunConfig, load_run_config
 from tests.support.processes import free_port, server
 from tests.support.valkey import valkey
+
+# How long one example takes says how busy the machine is, nothing about the code.
+settings.register_profile("any-machine", deadline=None)
+settings.load_profile("any-machine")
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"

@@ -43,6 +43,11 @@ class ArchivedUpdate(google.protobuf.message.Message):
     TRAJECTORIES_FIELD_NUMBER: builtins.int
     METRICS_FIELD_NUMBER: builtins.int
     FINISHED_S_FIELD_NUMBER: builtins.int
+    CRITIC_ONLY_FIELD_NUMBER: builtins.int
+    SKIPPED_FIELD_NUMBER: builtins.int
+    SKIPPED_REASON_FIELD_NUMBER: builtins.int
+    POLICY_LR_FIELD_NUMBER: builtins.int
+    CRITIC_LR_FIELD_NUMBER: builtins.int
     run: builtins.str
     update: builtins.int
     """Counts from 1; update 0 is the initial policy."""
@@ -52,6 +57,14 @@ class ArchivedUpdate(google.protobuf.message.Message):
     preference_version: builtins.int
     finished_s: builtins.float
     """Unix seconds at which the policy step was complete."""
+    critic_only: builtins.bool
+    """The policy was left alone (critic pre-training or warm-up)."""
+    skipped: builtins.bool
+    """Nothing was changed, and why: a loss or gradient was not finite."""
+    skipped_reason: builtins.str
+    policy_lr: builtins.float
+    """Learning rates of the steps."""
+    critic_lr: builtins.float
     @property
     def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrainedTrajectory]: ...
     @property
@@ -69,8 +82,13 @@ class ArchivedUpdate(google.protobuf.message.Message):
         trajectories: collections.abc.Iterable[global___TrainedTrajectory] | None = ...,
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         finished_s: builtins.float = ...,
+        critic_only: builtins.bool = ...,
+        skipped: builtins.bool = ...,
+        skipped_reason: builtins.str = ...,
+        policy_lr: builtins.float = ...,
+        critic_lr: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["finished_s", b"finished_s", "metrics", b"metrics", "preference_version", b"preference_version", "run", b"run", "trainer_epoch", b"trainer_epoch", "trajectories", b"trajectories", "update", b"update", "version_before", b"version_before"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["critic_lr", b"critic_lr", "critic_only", b"critic_only", "finished_s", b"finished_s", "metrics", b"metrics", "policy_lr", b"policy_lr", "preference_version", b"preference_version", "run", b"run", "skipped", b"skipped", "skipped_reason", b"skipped_reason", "trainer_epoch", b"trainer_epoch", "trajectories", b"trajectories", "update", b"update", "version_before", b"version_before"]) -> None: ...
 
 global___ArchivedUpdate = ArchivedUpdate
 
@@ -82,6 +100,22 @@ class TrainedTrajectory(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class VersionLagsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     TRAJECTORY_FIELD_NUMBER: builtins.int
     OUTCOME_JSON_FIELD_NUMBER: builtins.int
     REWARD_FIELD_NUMBER: builtins.int
@@ -90,9 +124,18 @@ class TrainedTrajectory(google.protobuf.message.Message):
     RATIOS_FIELD_NUMBER: builtins.int
     WEIGHTS_FIELD_NUMBER: builtins.int
     LAG_FIELD_NUMBER: builtins.int
+    VERSION_LAGS_FIELD_NUMBER: builtins.int
+    COPIES_FIELD_NUMBER: builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: builtins.int
     outcome_json: builtins.str
     reward: builtins.float
     lag: builtins.int
+    copies: builtins.int
+    """How often it counts in its update: above 1 where it fills a group for members that failed; 0 means 1."""
+    routed_experts: builtins.bytes
+    """The experts that the engine routed each token to, when routing replay is on: uint8,
+    [tokens - 1, layers, experts per token]; empty otherwise.
+    """
     @property
     def trajectory(self) -> sao.v1.trajectory_pb2.Trajectory: ...
     @property
@@ -107,6 +150,10 @@ class TrainedTrajectory(google.protobuf.message.Message):
     def weights(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """Weight f(r) each token carried; 0 where rejected."""
 
+    @property
+    def version_lags(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """Lag in updates, at consumption, of each weight version that sampled a token of it."""
+
     def __init__(
         self,
         *,
@@ -118,8 +165,11 @@ class TrainedTrajectory(google.protobuf.message.Message):
         ratios: collections.abc.Iterable[builtins.float] | None = ...,
         weights: collections.abc.Iterable[builtins.float] | None = ...,
         lag: builtins.int = ...,
+        version_lags: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        copies: builtins.int = ...,
+        routed_experts: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "lag", b"lag", "outcome_json", b"outcome_json", "ratios", b"ratios", "reward", b"reward", "trajectory", b"trajectory", "values", b"values", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "copies", b"copies", "lag", b"lag", "outcome_json", b"outcome_json", "ratios", b"ratios", "reward", b"reward", "routed_experts", b"routed_experts", "trajectory", b"trajectory", "values", b"values", "version_lags", b"version_lags", "weights", b"weights"]) -> None: ...
 
 global___TrainedTrajectory = TrainedTrajectory

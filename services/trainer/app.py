@@ -35,7 +35,7 @@ from services.trainer.backends.base import TrainingBackend
 from services.trainer.canary import canary_sequences, sequences_for
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, Progress
 from services.trainer.consumer import Consumer
-from services.trainer.core.sao import SaoSettings, SaoUpdate
+from services.trainer.core.update import Update, UpdateSettings
 from services.trainer.launch import own_rank, started_followers
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.outage import ride_out
@@ -121,7 +121,7 @@ async def _train(
 @contextlib.contextmanager
 def _ranks(config: RunConfig, initial: Path) -> Iterator[Ranks]:
     backend = new_backend(config, initial)
-    ranks = Ranks(backend, SaoUpdate(backend, SaoSettings.of(config)))
+    ranks = Ranks(backend, Update(backend, UpdateSettings.of(config)))
     try:
         yield ranks
     finally:
@@ -176,7 +176,7 @@ def _initial_model(config: RunConfig) -> Path:
 def _follow(config: RunConfig) -> None:
     backend = new_backend(config, _initial_model(config))
     try:
-        follow(backend, SaoUpdate(backend, SaoSettings.of(config)))
+        follow(backend, Update(backend, UpdateSettings.of(config)))
     finally:
         backend.close()
 

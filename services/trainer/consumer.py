@@ -28,8 +28,8 @@ from sao.streams.base import Delivery, StreamName, TrajectoryStreams
 from sao.telemetry.logs import get_logger
 from sao.trajectory import Trajectory
 from services.trainer import metrics
-from services.trainer.core.sao import TrajectoryTensors
 from services.trainer.core.staleness import judge_staleness
+from services.trainer.core.update import TrajectoryTensors
 
 log = get_logger(__name__)
 

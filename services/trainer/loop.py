@@ -26,7 +26,7 @@ from sao.telemetry.logs import get_logger
 from services.trainer import metrics
 from services.trainer.checkpoint import CheckpointStore, Progress
 from services.trainer.consumer import Consumer, Position, Refused, Taken
-from services.trainer.core.sao import UpdateStats
+from services.trainer.core.update import UpdateStats
 from services.trainer.outage import ride_out
 from services.trainer.publisher import NonFiniteWeightsError, Publisher
 from services.trainer.ranks import Ranks

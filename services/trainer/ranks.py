@@ -20,7 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from services.trainer.backends.base import TrainingBackend
-from services.trainer.core.sao import SaoUpdate, TrajectoryStats, TrajectoryTensors, UpdateStats
+from services.trainer.core.update import TrajectoryStats, TrajectoryTensors, Update, UpdateStats
 
 
 class Call(Enum):
@@ -39,7 +39,7 @@ class Call(Enum):
 class _Performer:
     """Makes one announced call on this rank."""
 
-    def __init__(self, backend: TrainingBackend, update: SaoUpdate) -> None:
+    def __init__(self, backend: TrainingBackend, update: Update) -> None:
         self.backend = backend
         self.update = update
 
@@ -74,7 +74,7 @@ class _Performer:
 class Ranks:
     """The algorithm as rank 0 drives it."""
 
-    def __init__(self, backend: TrainingBackend, update: SaoUpdate) -> None:
+    def __init__(self, backend: TrainingBackend, update: Update) -> None:
         self._performer = _Performer(backend, update)
         self._backend = backend
 
@@ -143,7 +143,7 @@ class Ranks:
         return self._performer.perform(call, arguments or {}, tensors or {})
 
 
-def follow(backend: TrainingBackend, update: SaoUpdate) -> None:
+def follow(backend: TrainingBackend, update: Update) -> None:
     """Ranks above 0: repeat rank 0's calls until it stops."""
     performer = _Performer(backend, update)
     while True:

@@ -15,7 +15,7 @@ from sao.rows import TrainedRow, UpdateRow
 from sao.v1 import archive_pb2 as pb
 from services.trainer import metrics
 from services.trainer.consumer import Taken
-from services.trainer.core.sao import TrajectoryStats, UpdateStats
+from services.trainer.core.update import TrajectoryStats, UpdateStats
 
 
 @dataclass(frozen=True)

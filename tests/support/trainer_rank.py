@@ -16,7 +16,7 @@ import torch
 from sao.config import load_run_config
 from sao.trajectory import Trajectory
 from services.trainer.backends.deepspeed import DeepSpeedBackend
-from services.trainer.core.sao import SaoSettings, SaoUpdate, TrajectoryTensors
+from services.trainer.core.update import TrajectoryTensors, Update, UpdateSettings
 from services.trainer.launch import own_rank
 from services.trainer.ranks import Ranks, follow
 from tests.support.training import random_trajectory
@@ -39,7 +39,7 @@ def main(checkpoint: Path, out: Path, world_size: int) -> None:
     sets = [f"trainer.ranks={world_size}", "trainer.zero_stage=2", "trainer.device=cpu", "trainer.lr=1e-3"]
     config = load_run_config(None, [*sets, "critic.lr=1e-3"], env={})
     backend = DeepSpeedBackend(config, checkpoint)
-    update = SaoUpdate(backend, SaoSettings.of(config))
+    update = Update(backend, UpdateSettings.of(config))
     if own_rank() > 0:
         follow(backend, update)
     else:

@@ -29,7 +29,7 @@ from services.trainer.backends.torch_reference import TorchReferenceBackend
 from services.trainer.canary import canary_sequences
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.consumer import Consumer
-from services.trainer.core.sao import SaoSettings, SaoUpdate, UpdateStats
+from services.trainer.core.update import Update, UpdateSettings, UpdateStats
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.publisher import Publisher, new_epoch
 from services.trainer.ranks import Ranks
@@ -144,7 +144,7 @@ class Trainer:
         epoch = await new_epoch(world.board, store)
         progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
         backend = TorchReferenceBackend(config, world.initial)
-        ranks = Ranks(backend, SaoUpdate(backend, SaoSettings.of(config)))
+        ranks = Ranks(backend, Update(backend, UpdateSettings.of(config)))
         if restored is not None:
             ranks.load(restored.backend_dir)
         archive = Archive(config.run.dir / "archive")

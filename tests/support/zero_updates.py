@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sao.config.schema import RunConfig
 from services.trainer.backends.base import TrainingBackend
-from services.trainer.core.sao import SaoSettings, SaoUpdate, TrajectoryTensors, UpdateStats
+from services.trainer.core.update import TrajectoryTensors, Update, UpdateSettings, UpdateStats
 
 PER_UPDATE = 3
 VOCABULARY = 32
@@ -74,7 +74,7 @@ def trajectory(index: int) -> TrajectoryTensors:
 
 def train(backend: TrainingBackend, config: RunConfig, updates: range) -> UpdateStats:
     """The updates of the course in `updates`, this rank's share of each; the stats of the last."""
-    update = SaoUpdate(backend, SaoSettings.of(config))
+    update = Update(backend, UpdateSettings.of(config))
     share = range(backend.rank, -(-PER_UPDATE // backend.world_size) * backend.world_size, backend.world_size)
     stats: UpdateStats | None = None
     for number in updates:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.trainer.core.sao import SaoSettings, SaoUpdate
+from services.trainer.core.update import Update, UpdateSettings
 from services.trainer.ranks import Ranks
 from tests.unit.services.trainer.core.toy import toy_backend
 
@@ -22,5 +22,5 @@ def test_a_save_ends_when_every_rank_has_written(tmp_path: Path, monkeypatch: py
         return list(values)
 
     monkeypatch.setattr(backend, "sum_over_ranks", waits_for_all)
-    Ranks(backend, SaoUpdate(backend, SaoSettings())).save(tmp_path)
+    Ranks(backend, Update(backend, UpdateSettings())).save(tmp_path)
     assert calls == ["save", "sum_over_ranks"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.trainer.consumer import Taken
-from services.trainer.core.sao import SaoSettings, SaoUpdate
+from services.trainer.core.update import Update, UpdateSettings
 from services.trainer.records import summary
 from tests.unit.services.trainer.conftest import NewWorld
 from tests.unit.services.trainer.core.toy import toy_backend
@@ -17,7 +17,7 @@ async def test_what_the_summary_says_is_what_one_rank_with_all_of_them_would_say
     consumer = await consumer_of(world)
     await world.deliver_many(3)
     taken = [found for found in [await take(consumer) for _ in range(3)] if isinstance(found, Taken)]
-    update = SaoUpdate(toy_backend(), SaoSettings(max_lag=100))
+    update = Update(toy_backend(), UpdateSettings(max_lag=100))
     update.begin()
     for one in taken:
         tokens_T = one.tensors.tokens_T % 5  # the toy's vocabulary is smaller

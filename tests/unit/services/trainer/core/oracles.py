@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from services.trainer.core.sao import SaoSettings, TrajectoryTensors
+from services.trainer.core.update import TrajectoryTensors, UpdateSettings
 
 
 def textbook_gae(values: list[float], rewards: list[float], gamma: float, lam: float) -> list[float]:
@@ -26,7 +26,7 @@ def compact_gae(values: list[float], mask: list[bool], reward: float, gamma: flo
 
 
 def one_batch_update(
-    policy: nn.Module, critic: nn.Module, trajectories: list[TrajectoryTensors], settings: SaoSettings, lr: float
+    policy: nn.Module, critic: nn.Module, trajectories: list[TrajectoryTensors], settings: UpdateSettings, lr: float
 ) -> None:
     """One SAO update with means over the whole batch at once: one loss, one backward, one step for each pass."""
     policy_steps = torch.optim.AdamW(policy.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
@@ -50,7 +50,7 @@ def one_batch_update(
     policy_steps.step()
 
 
-def _advantages(critic: nn.Module, trajectory: TrajectoryTensors, settings: SaoSettings) -> Tensor:
+def _advantages(critic: nn.Module, trajectory: TrajectoryTensors, settings: UpdateSettings) -> Tensor:
     actions = int(trajectory.action_mask_T.sum())
     lam = max(0.0, min(1.0, 1.0 - 1.0 / (settings.alpha * actions)))
     values = critic(trajectory.tokens_T).tolist()

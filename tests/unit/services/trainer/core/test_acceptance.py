@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from services.trainer.core.dis import Verdict, importance_weights
 from services.trainer.core.gae import skip_observation_gae
 from services.trainer.core.losses import policy_loss_sum
-from services.trainer.core.sao import SaoSettings, SaoUpdate
 from services.trainer.core.staleness import judge_staleness
+from services.trainer.core.update import Update, UpdateSettings
 from tests.unit.services.trainer.core.oracles import compact_gae, one_batch_update
 from tests.unit.services.trainer.core.toy import OPTIONS, states, toy_backend, toy_trajectory, with_lag
 
@@ -99,7 +99,7 @@ def test_05_bounds_are_strict(eps_low: float, eps_high: float) -> None:
 
 def test_06_at_lag_zero_ratios_are_one_and_nothing_is_rejected() -> None:
     backend = toy_backend()
-    update = SaoUpdate(backend, SaoSettings())
+    update = Update(backend, UpdateSettings())
     update.begin()
     for seed in range(8):
         update.accumulate(toy_trajectory(backend, seed, off_policy=1e-3, length=30))
@@ -125,7 +125,7 @@ def test_07_all_rejected_gives_a_zero_finite_gradient(shift: float) -> None:
     backend = toy_backend()
     trajectory = toy_trajectory(backend, 1)
     trajectory.logp_rollout_T.sub_(shift)
-    update = SaoUpdate(backend, SaoSettings())
+    update = Update(backend, UpdateSettings())
     before = backend.policy_state()
     update.begin()
     update.accumulate(trajectory)
@@ -139,7 +139,7 @@ def test_07_all_rejected_gives_a_zero_finite_gradient(shift: float) -> None:
 def test_08_frozen_critic_tensors_are_bit_identical_after_training() -> None:
     backend = toy_backend()
     before = backend.critic_state()
-    update = SaoUpdate(backend, SaoSettings())
+    update = Update(backend, UpdateSettings())
     for round_ in range(5):
         update.begin()
         update.accumulate(toy_trajectory(backend, round_))
@@ -157,7 +157,7 @@ def test_09_no_token_older_than_the_limit_carries_weight(lags: list[int], max_la
     trajectory.lag_T.copy_(torch.tensor(lags))
     mask_T = trajectory.action_mask_T
     decision = judge_staleness(trajectory.lag_T, mask_T, max_lag, "mask_tokens")
-    update = SaoUpdate(backend, SaoSettings(max_lag=max_lag))
+    update = Update(backend, UpdateSettings(max_lag=max_lag))
     update.begin()
     stats = update.accumulate(trajectory)
     old_A = trajectory.lag_T[mask_T] > max_lag
@@ -172,9 +172,9 @@ def test_10_accumulating_one_by_one_equals_one_batch(size: int) -> None:
     backend = toy_backend(seed=10)
     policy, critic = copy.deepcopy(backend._policy.module), copy.deepcopy(backend._critic.module)
     trajectories = [toy_trajectory(backend, seed, off_policy=0.8, length=6 + seed) for seed in range(size)]
-    settings = SaoSettings()
+    settings = UpdateSettings()
 
-    update = SaoUpdate(backend, settings)
+    update = Update(backend, settings)
     update.begin()
     for trajectory in trajectories:
         update.accumulate(trajectory)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from services.trainer.backends.paired import PairedBackend
 from services.trainer.backends.role import OptimizerOptions
 from services.trainer.backends.torch_reference import TorchRole
-from services.trainer.core.sao import TrajectoryTensors
+from services.trainer.core.update import TrajectoryTensors
 
 VOCABULARY = 7
 OPTIONS = OptimizerOptions(lr=0.05, betas=(0.9, 0.99), weight_decay=0.0, gradient_clip=1.0)

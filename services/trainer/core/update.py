@@ -1,6 +1,6 @@
 """Single-rollout asynchronous optimisation, one update at a time (arXiv 2607.07508, section 3; docs/algorithm.md).
 
-    update = SaoUpdate(backend, settings)
+    update = Update(backend, settings)
     forever:
         update.begin(critic_only=...)
         for each trajectory, as it arrives:
@@ -34,7 +34,7 @@ from services.trainer.core.metrics import TokenRecord, bounded_ratio, defined, t
 
 
 @dataclass(frozen=True)
-class SaoSettings:
+class UpdateSettings:
     """The hyper-parameters of docs/algorithm.md; sao.config.schema documents each."""
 
     eps_low: float = 0.3
@@ -51,7 +51,7 @@ class SaoSettings:
     explained_variance_window: int = 64
 
     @classmethod
-    def of(cls, config: RunConfig) -> SaoSettings:
+    def of(cls, config: RunConfig) -> UpdateSettings:
         """The settings a run file asks for."""
         trainer, critic = config.trainer, config.critic
         return cls(
@@ -135,14 +135,14 @@ class UpdateStats:
     metrics: dict[str, float]
 
 
-class SaoUpdate:
+class Update:
     """The algorithm against one backend; the module's head shows the order of calls.
 
-    On several ranks each has its own `SaoUpdate` and calls the same methods equally often, with its share of the
+    On several ranks each has its own `Update` and calls the same methods equally often, with its share of the
     trajectories and dummies to fill up; denominators, decisions and steps are common, stats are of the rank's share.
     """
 
-    def __init__(self, backend: TrainingBackend, settings: SaoSettings) -> None:
+    def __init__(self, backend: TrainingBackend, settings: UpdateSettings) -> None:
         self._backend = backend
         self._settings = settings
         self._window = ValueWindow(settings.explained_variance_window)

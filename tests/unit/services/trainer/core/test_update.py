@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from services.trainer.backends.paired import PairedBackend
-from services.trainer.core.sao import SaoSettings, SaoUpdate, TrajectoryTensors, UpdateStats
+from services.trainer.core.update import TrajectoryTensors, Update, UpdateSettings, UpdateStats
 from tests.unit.services.trainer.core.toy import same, states, toy_backend, toy_trajectory, with_lag
 
 
 def run(
-    backend: PairedBackend, settings: SaoSettings, trajectories: list[TrajectoryTensors], *, critic_only: bool = False
+    backend: PairedBackend,
+    settings: UpdateSettings,
+    trajectories: list[TrajectoryTensors],
+    *,
+    critic_only: bool = False,
 ) -> UpdateStats:
-    update = SaoUpdate(backend, settings)
+    update = Update(backend, settings)
     update.begin(critic_only=critic_only)
     for trajectory in trajectories:
         update.accumulate(trajectory)
@@ -42,7 +46,7 @@ def test_the_order_of_calls_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> No
     passes = ("critic_forward", "critic_backward", "policy_forward", "policy_backward")
     for name in (*passes, "critic_step", "policy_step"):
         monkeypatch.setattr(backend, name, noted(name))
-    run(backend, SaoSettings(critic_updates=2), [toy_trajectory(toy_backend(), seed) for seed in (0, 1)])
+    run(backend, UpdateSettings(critic_updates=2), [toy_trajectory(toy_backend(), seed) for seed in (0, 1)])
     first_pass = [*passes] * 2
     second_pass = ["critic_forward", "critic_backward"] * 2
     assert calls == [*first_pass, "critic_step", *second_pass, "critic_step", "policy_step"]
@@ -51,7 +55,7 @@ def test_the_order_of_calls_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> No
 def test_critic_only_moves_the_critic_alone() -> None:
     backend = toy_backend()
     policy, critic = backend.policy_state(), backend.critic_state()
-    stats = run(backend, SaoSettings(kl_coef=0.0), [toy_trajectory(backend, 0)], critic_only=True)
+    stats = run(backend, UpdateSettings(kl_coef=0.0), [toy_trajectory(backend, 0)], critic_only=True)
     assert stats.critic_only
     assert "policy_grad_norm" not in stats.metrics
     assert same(policy, backend.policy_state())
@@ -62,7 +66,7 @@ def test_a_non_finite_first_pass_changes_nothing() -> None:
     backend = toy_backend()
     before = states(backend)
     bad = replace(toy_trajectory(backend, 0), reward=math.nan)
-    stats = run(backend, SaoSettings(), [bad, toy_trajectory(backend, 1)])
+    stats = run(backend, UpdateSettings(), [bad, toy_trajectory(backend, 1)])
     assert stats.skipped
     assert stats.skipped_reason == "loss of the first pass is not finite"
     assert stats.metrics["update_skipped"] == 1.0
@@ -79,7 +83,7 @@ def test_a_non_finite_critic_gradient_restores_the_critic(monkeypatch: pytest.Mo
         return real(math.nan if next(passes) == failing_pass else denominator)
 
     monkeypatch.setattr(backend, "critic_step", poisoned)
-    stats = run(backend, SaoSettings(), [toy_trajectory(backend, 0)])
+    stats = run(backend, UpdateSettings(), [toy_trajectory(backend, 0)])
     assert stats.skipped_reason == f"gradient of critic pass {failing_pass} is not finite"
     assert same(before, states(backend))
 
@@ -96,29 +100,29 @@ def test_a_non_finite_policy_gradient_restores_the_critic_and_the_next_update_is
 
     with monkeypatch.context() as patch:
         patch.setattr(backend, "policy_backward", poisoned)
-        stats = run(backend, SaoSettings(), [toy_trajectory(backend, 0)])
+        stats = run(backend, UpdateSettings(), [toy_trajectory(backend, 0)])
     assert stats.skipped_reason == "gradient of the policy is not finite"
     assert same(before, states(backend))
     for each in (backend, untouched):
-        assert not run(each, SaoSettings(), [toy_trajectory(each, 1)]).skipped
+        assert not run(each, UpdateSettings(), [toy_trajectory(each, 1)]).skipped
     assert same(states(backend), states(untouched)), "something of the skipped update was left behind"
 
 
 def test_a_dummy_has_no_effect() -> None:
     alone, padded = toy_backend(), toy_backend()
     trajectory = toy_trajectory(alone, 0)
-    plain = run(alone, SaoSettings(), [trajectory])
-    filled = run(padded, SaoSettings(), [trajectory, TrajectoryTensors.dummy()])
+    plain = run(alone, UpdateSettings(), [trajectory])
+    filled = run(padded, UpdateSettings(), [trajectory, TrajectoryTensors.dummy()])
     assert same(states(alone), states(padded))
     assert len(filled.trajectories) == 1
     assert filled.metrics == plain.metrics
     with pytest.raises(ValueError, match="at least one action token, found none"):
-        run(padded, SaoSettings(), [TrajectoryTensors.dummy()])
+        run(padded, UpdateSettings(), [TrajectoryTensors.dummy()])
 
 
 def test_whitening_uses_the_moments_of_the_whole_update() -> None:
     backend = toy_backend()
-    stats = run(backend, SaoSettings(advantage_norm="whiten"), [toy_trajectory(backend, seed) for seed in range(4)])
+    stats = run(backend, UpdateSettings(advantage_norm="whiten"), [toy_trajectory(backend, seed) for seed in range(4)])
     advantages_N = torch.cat([trajectory.advantages_A for trajectory in stats.trajectories])
     assert float(advantages_N.mean()) == pytest.approx(0.0, abs=1e-9)
     assert float(advantages_N.std(correction=0)) == pytest.approx(1.0, abs=1e-6)
@@ -129,21 +133,21 @@ def test_sequence_mean_weighs_trajectories_not_tokens() -> None:
     """With two copies of one trajectory, the mean over sequences equals the one over tokens, and a lone one's too."""
     tokens, sequences = toy_backend(), toy_backend()
     twice = [toy_trajectory(tokens, 3)] * 2
-    run(tokens, SaoSettings(loss_aggregation="token_mean"), twice)
-    run(sequences, SaoSettings(loss_aggregation="sequence_mean"), twice)
+    run(tokens, UpdateSettings(loss_aggregation="token_mean"), twice)
+    run(sequences, UpdateSettings(loss_aggregation="sequence_mean"), twice)
     for name, tensor in states(tokens).items():
         torch.testing.assert_close(tensor, states(sequences)[name], rtol=0, atol=1e-9)
 
     uneven = [toy_trajectory(tokens, 3, length=5), toy_trajectory(tokens, 6, length=30)]
-    by_token = run(toy_backend(), SaoSettings(loss_aggregation="token_mean"), uneven)
-    by_sequence = run(toy_backend(), SaoSettings(loss_aggregation="sequence_mean"), uneven)
+    by_token = run(toy_backend(), UpdateSettings(loss_aggregation="token_mean"), uneven)
+    by_sequence = run(toy_backend(), UpdateSettings(loss_aggregation="sequence_mean"), uneven)
     assert by_token.metrics["policy_grad_norm"] != pytest.approx(by_sequence.metrics["policy_grad_norm"], rel=1e-3)
 
 
 def test_a_stale_token_moves_the_policy_by_no_term() -> None:
     backend = toy_backend(reference=True)
     before = backend.policy_state()
-    settings = SaoSettings(kl_coef=0.5, entropy_coef=0.5, max_lag=4)
+    settings = UpdateSettings(kl_coef=0.5, entropy_coef=0.5, max_lag=4)
     stats = run(backend, settings, [with_lag(toy_trajectory(backend, 0), 5)])
     assert stats.metrics["dis_stale_fraction"] == 1.0
     assert same(before, backend.policy_state())
@@ -152,15 +156,15 @@ def test_a_stale_token_moves_the_policy_by_no_term() -> None:
 def test_the_kl_term_is_added_and_measured() -> None:
     free, tied = toy_backend(reference=True), toy_backend(reference=True)
     trajectory = toy_trajectory(free, 0)
-    assert "kl_reference" not in run(free, SaoSettings(), [trajectory]).metrics
-    assert run(tied, SaoSettings(kl_coef=1.0), [trajectory]).metrics["kl_reference"] > 0
+    assert "kl_reference" not in run(free, UpdateSettings(), [trajectory]).metrics
+    assert run(tied, UpdateSettings(kl_coef=1.0), [trajectory]).metrics["kl_reference"] > 0
     assert not same(free.policy_state(), tied.policy_state())
 
 
 def test_stats_run_over_action_tokens_and_explain_the_update() -> None:
     backend = toy_backend()
     trajectory = with_lag(toy_trajectory(backend, 0, off_policy=0.5), 2)
-    (stats,) = run(backend, SaoSettings(), [trajectory]).trajectories
+    (stats,) = run(backend, UpdateSettings(), [trajectory]).trajectories
     actions = int(trajectory.action_mask_T.sum())
     for x_A in (stats.values_A, stats.advantages_A, stats.returns_A, stats.ratios_A, stats.weights_A):
         assert x_A.shape == (actions,)
@@ -172,7 +176,7 @@ def test_stats_run_over_action_tokens_and_explain_the_update() -> None:
 
 def test_calls_outside_an_update_and_impossible_tensors_are_refused() -> None:
     backend = toy_backend()
-    update, trajectory = SaoUpdate(backend, SaoSettings()), toy_trajectory(backend, 0)
+    update, trajectory = Update(backend, UpdateSettings()), toy_trajectory(backend, 0)
     with pytest.raises(RuntimeError, match=r"accumulate\(\) outside an update"):
         update.accumulate(trajectory)
     update.begin()
@@ -188,7 +192,7 @@ def test_calls_outside_an_update_and_impossible_tensors_are_refused() -> None:
 
 def test_the_critic_learns_what_separates_good_from_bad() -> None:
     backend = toy_backend()
-    update = SaoUpdate(backend, SaoSettings(explained_variance_window=16))
+    update = Update(backend, UpdateSettings(explained_variance_window=16))
     stats: UpdateStats | None = None
     for round_ in range(60):
         update.begin(critic_only=True)
@@ -204,9 +208,9 @@ def test_the_critic_learns_what_separates_good_from_bad() -> None:
 
 
 def test_the_window_goes_on_from_what_an_earlier_life_recorded() -> None:
-    settings = SaoSettings(gamma=0.9, lambda_critic=0.8)
+    settings = UpdateSettings(gamma=0.9, lambda_critic=0.8)
     backend = toy_backend()
-    whole, resumed = SaoUpdate(backend, settings), SaoUpdate(backend, settings)
+    whole, resumed = Update(backend, settings), Update(backend, settings)
     whole.begin()
     early = [whole.accumulate(replace(toy_trajectory(backend, seed), reward=float(seed))) for seed in range(3)]
     whole.finish()
