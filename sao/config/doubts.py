@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sao.config import derived
+from sao.config.algorithms import unused
 from sao.config.model_size import parameters
 from sao.config.schema import RunConfig
 
@@ -45,6 +46,8 @@ def _staleness(config: RunConfig) -> Iterator[Doubt]:
 
 def _learning(config: RunConfig) -> Iterator[Doubt]:
     trainer, engine = config.trainer, config.engine
+    for key, reason in unused(config):
+        yield Doubt(key, reason)
     if config.model.path is None and trainer.kl_coef == 0:
         yield Doubt("trainer.kl_coef", "0: the tiny model collapses under lag without a little KL; 0.02 held it")
     if trainer.dtype not in {"auto", engine.dtype}:

@@ -8,12 +8,14 @@ number in quotes or a true for a count is a mistake, not a number.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
+from sao.config.algorithms import ALGORITHM_DEFAULTS, ALGORITHMS, Algorithm, AlgorithmName, conflicts
 from sao.preference import PreferenceDocument
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -244,8 +246,8 @@ class CriticSection(Section):
 
 
 class TrainerSection(Section):
-    algorithm: Literal["sao"] = "sao"
-    """What turns rewards into gradients."""
+    algorithm: AlgorithmName = "sao"
+    """What turns rewards into gradients (docs/algorithm.md)."""
     trajectories_per_update: Count = 1
     """Trajectories per optimiser step; 1 is pure streaming."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -286,6 +288,8 @@ class TrainerSection(Section):
     """Weight of the k3 estimate of KL(policy || frozen initial policy)."""
     entropy_coef: NonNegative = 0.0
     """Weight of the entropy bonus."""
+    nll_coef: NonNegative = 0.0  # [D] VAPO's own: 0.1
+    """Weight of the negative log-likelihood of rollouts with a reward of at least 1."""
     stale_policy: Literal["mask_tokens", "drop"] = "mask_tokens"  # [D]
     """Tokens older than max_lag carry no weight, or their whole trajectory is dropped."""
     max_lag: Annotated[int, Field(ge=0)] = 4  # [D] tau, in updates
@@ -314,6 +318,48 @@ class TrainerSection(Section):
             reason = f"{self.publish_every} is more than max_lag + 1 = {self.max_lag + 1}: every token would be stale"
             raise wrong_setting(key="publish_every", reason=reason)
         return self
+
+
+class GroupSection(Section):
+    size: Annotated[int, Field(ge=2)] = 8  # [P] G
+    """Rollouts of one prompt that are compared with each other."""
+    timeout_s: Positive = 300.0  # [D]
+    """Wait for missing members from a group's first on; then valid ones are repeated when more than half are there, or
+    the group is dropped. Also the longest wait of grpo_sync for the engines."""
+
+
+class PpoSection(Section):
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # [P]
+    """A token with a negative advantage stops counting when its ratio to the old policy is below 1 - clip_low ..."""
+    clip_high: Positive = 0.28  # [P]
+    """... one with a positive advantage above 1 + clip_high."""
+    old: Literal["batch_start", "rollout"] = "batch_start"  # [P]
+    """The old policy: the trainer's own at the start of the update, or whatever sampled the token."""
+    minibatches: Count = 1  # [P]
+    """Policy steps per update; at 1 and `batch_start` every ratio is 1 and nothing is ever clipped."""
+
+
+class MovingAverageSection(Section):
+    scope: Literal["prompt", "global"] = "prompt"  # [P]
+    """One average for each prompt, or one for all."""
+    window: Count | Literal["auto"] = "auto"  # [P]
+    """Rewards in it; `auto`: 8 for each prompt, 128 for all."""
+
+    @property
+    def rewards(self) -> int:
+        """The window in force."""
+        if self.window == "auto":
+            return 8 if self.scope == "prompt" else 128
+        return self.window
+
+
+class SpoSection(Section):
+    drift_half: Positive = 0.06
+    """Policy drift (KL, nats per token) at which the tracker forgets half of what it knew."""
+    rho_min: Annotated[float, Field(gt=0, le=1)] = 0.875
+    """It keeps at least this share of it ..."""
+    rho_max: Annotated[float, Field(gt=0, le=1)] = 0.96
+    """... and at most this."""
 
 
 class CheckpointSection(Section):
@@ -373,13 +419,48 @@ class RunConfig(Section):
     """The first preference; none: the task's own default."""
     trainer: TrainerSection = TrainerSection()
     critic: CriticSection = CriticSection()
+    group: GroupSection = GroupSection()
+    ppo: PpoSection = PpoSection()
+    moving_average: MovingAverageSection = MovingAverageSection()
+    spo: SpoSection = SpoSection()
     checkpoint: CheckpointSection = CheckpointSection()
     weights: WeightsSection = WeightsSection()
     auth: AuthSection = AuthSection()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_algorithm_does(cls, tables: Any) -> Any:  # noqa: ANN401 - whatever was given, checked after this
+        trainer = tables.get("trainer") if isinstance(tables, Mapping) else None
+        name = trainer.get("algorithm") if isinstance(trainer, Mapping) else getattr(trainer, "algorithm", None)
+        defaults = ALGORITHM_DEFAULTS.get(name, {}) if isinstance(name, str) else {}  # type: ignore[call-overload]
+        filled = {
+            section: values | dict(tables.get(section, {}))
+            for section, values in defaults.items()
+            if isinstance(tables.get(section, {}), Mapping)
+        }
+        return {**tables, **filled} if filled else tables
+
+    @model_validator(mode="after")
+    def _fits_the_algorithm(self) -> RunConfig:
+        for key, reason in conflicts(self):
+            raise wrong_setting(key, reason)
+        return self
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """What the run's algorithm is made of."""
+        return ALGORITHMS[self.trainer.algorithm]
+
+    @property
+    def samples(self) -> int:
+        """Rollouts that the run wants of each prompt."""
+        return self.group.size if self.algorithm.in_groups else 1
+
     @property
     def critic_warmup_updates(self) -> int:
         """Critic-only updates before the policy moves."""
+        if not self.algorithm.has_critic:
+            return 0
         per_update = self.trainer.trajectories_per_update
         return max(self.critic.warmup_updates, -(-self.critic.warmup_trajectories // per_update))
 
@@ -391,6 +472,8 @@ class RunConfig(Section):
     @property
     def admission_limit(self) -> int:
         """The most trajectories leased, or durable and not yet consumed (docs/architecture.md, Leases)."""
+        if self.algorithm.synchronous:
+            return self.trainer.trajectories_per_update
         fresh = (self.trainer.max_lag + 2 - self.trainer.publish_every) * self.trainer.trajectories_per_update
         if self.trainer.stale_policy == "mask_tokens":
             return max(fresh, self.rollout.concurrency)

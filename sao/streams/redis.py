@@ -71,6 +71,7 @@ class RedisStreams:
             RunKeys(config.run.name),
             horizon_h=config.ingest.seen_horizon_h,
             block_limit_ms=int(config.redis.timeout_s * 500),
+            samples=config.samples,
         )
 
     async def ping(self) -> None:

@@ -32,9 +32,11 @@ from sao.telemetry.logs import get_logger
 from sao.tokenizer import FileTokenizer
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.backends.base import TrainingBackend
+from services.trainer.batcher import batcher_of
 from services.trainer.canary import canary_sequences, sequences_for
 from services.trainer.checkpoint import Checkpoint, CheckpointStore, Progress
 from services.trainer.consumer import Consumer
+from services.trainer.core.baselines import reward_range
 from services.trainer.core.update import Update, UpdateSettings
 from services.trainer.launch import own_rank, started_followers
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
@@ -99,6 +101,8 @@ async def _train(
         restored=progress.unsettled_ids,
         forgone=progress.forgone_ids,
         dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
+        defer_consumed=config.algorithm.synchronous,
+        reward_range=reward_range(config),
     )
     consumer.requeue(await lost_work(archive, progress, streams))
     publisher = Publisher(
@@ -114,7 +118,8 @@ async def _train(
         if restored is not None:
             ranks.load(restored.backend_dir)
         log.info("state", update=progress.update, restored=_place(restored), epoch=epoch)
-        parts = Parts(config, ranks, streams, board, consumer, publisher, checkpoints, archive, health, epoch)
+        batcher = batcher_of(config, consumer)
+        parts = Parts(config, ranks, streams, board, consumer, batcher, publisher, checkpoints, archive, health, epoch)
         await TrainerLoop(parts, progress).run(stop)
 
 
@@ -145,6 +150,7 @@ def model_limits(config: RunConfig, initial: Path) -> Limits:
         max_tokens=config.ingest.max_tokens,
         max_bytes=config.ingest.max_message_mb << 20,
         logprob_tolerance=config.ingest.logprob_tolerance,
+        samples=config.samples,
     )
 
 

@@ -69,6 +69,8 @@ class Progress(BaseModel):
     fall-back has abandoned. Empty before the first step, and where an earlier release began the run."""
     forgone_ids: list[str] = []
     """Ids that came back from the archive after a fall-back and were dropped: not to be offered again."""
+    baseline: dict[str, list[float]] = {}
+    """What the algorithm's baseline of rewards remembers, by prompt id."""
 
     def holds(self, trainer_epoch: int, update: int, critic_only: int) -> bool:
         """Whether the step that this epoch ended at this position is among those that made this state."""

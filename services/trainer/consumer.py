@@ -1,14 +1,19 @@
 """Take scored trajectories one at a time, oldest first, and decide what each may teach.
 
+`arrive` gives the next whole trajectory, `judge` decides about it; `take` does both at once. What has to wait for
+others (a group) is held in between, and judged when it trains: its lag counts then.
+
     delivery ─ trained before? ─ payload whole? ─ outcome scored? ─ lag ─ preference ─▶ Taken
                    settle             bury             bury         drop  rescore/drop
 
-What is taken or dropped is marked consumed at once (admission). A dropped one has no effect to make durable and
-is settled at once; a taken one is settled by the loop, after the checkpoint that holds its effect.
+What is taken, held or dropped is marked consumed at once (admission), or with `defer_consumed` at `release`. A
+dropped one has no effect to make durable and is settled at once; a taken one is settled by the loop, after the
+checkpoint that holds its effect.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -44,6 +49,17 @@ class Archived:
 
     trajectory: Trajectory
     outcome: Scored
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A whole, scored trajectory that nobody has decided about."""
+
+    trajectory: Trajectory
+    outcome: Scored
+    delivery: Delivery | None
+    """None: it came from the archive."""
+    size: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +116,8 @@ class Consumer:
         restored: Iterable[str] = (),
         forgone: Iterable[str] = (),
         dropped: Counter[str] | None = None,
+        defer_consumed: bool = False,
+        reward_range: tuple[float, float] = (-math.inf, math.inf),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._streams = streams
@@ -114,6 +132,9 @@ class Consumer:
         self._versions: dict[str, VersionRecord] = {}
         self._pinned: Preference | None = None
         self._forgone = set(forgone)
+        self._defer_consumed = defer_consumed
+        self._reward_range = reward_range
+        self._unreleased: list[str] = []
         self.dropped: Counter[str] = Counter() if dropped is None else dropped
         """Trajectories that did not train, by reason, since the run began."""
 
@@ -167,15 +188,41 @@ class Consumer:
 
     async def take(self, position: Position, *, block_ms: int) -> Taken | Refused | None:
         """The next trajectory, or why the next one was refused, or None when none came within `block_ms`."""
+        arrived = await self.arrive(block_ms=block_ms)
+        return await self.judge(arrived, position) if isinstance(arrived, Arrived) else arrived
+
+    async def arrive(self, *, block_ms: int) -> Arrived | Refused | None:
+        """The next trajectory, undecided, or why it was refused, or None when none came within `block_ms`."""
         if self._archived:
             again = self._archived.popleft()
-            return await self._judge(again.trajectory, again.outcome, None, position, size=0)
+            return Arrived(again.trajectory, again.outcome, None, size=0)
         deliveries = await self._streams.read(StreamName.SCORED, CONSUMER, count=1, block_ms=block_ms)
         if not deliveries:
             return None
-        return await self._open_up(deliveries[0], position)
+        return await self._open_up(deliveries[0])
 
-    async def _open_up(self, delivery: Delivery, position: Position) -> Taken | Refused:
+    async def hold(self, arrived: Arrived) -> None:
+        """Keep it until it is judged: it is consumed, and known when an outage delivers it again."""
+        if arrived.delivery is not None:
+            self._in_hand.setdefault(arrived.trajectory.id, arrived.delivery)
+        await self._mark_consumed(arrived.trajectory.id)
+
+    async def release(self) -> None:
+        """With `defer_consumed`: count as consumed what was taken since the last time."""
+        await self._streams.mark_consumed(self._unreleased)
+        self._unreleased.clear()
+
+    async def drop(self, taken: Taken, reason: str) -> Refused:
+        """Let go of what was taken and cannot train after all."""
+        return await self._drop(taken.trajectory, self._in_hand.get(taken.trajectory.id), reason)
+
+    async def _mark_consumed(self, trajectory_id: str) -> None:
+        if self._defer_consumed:
+            self._unreleased.append(trajectory_id)
+        else:
+            await self._streams.mark_consumed([trajectory_id])
+
+    async def _open_up(self, delivery: Delivery) -> Arrived | Refused:
         if delivery.trajectory_id in self._in_hand:
             self._in_hand[delivery.trajectory_id] = delivery
             return Refused(delivery.trajectory_id, "in_hand")  # delivered again by a rewind after an outage
@@ -186,13 +233,12 @@ class Consumer:
             log.info("settled: the restored checkpoint holds its effect", trajectory=delivery.trajectory_id)
             return Refused(delivery.trajectory_id, "already_trained")
         try:
-            trajectory, outcome, size = await self._parse(delivery)
+            return await self._parse(delivery)
         except _DamagedError as damage:
             return await self._bury(delivery, damage.reason, str(damage))
-        return await self._judge(trajectory, outcome, delivery, position, size=size)
 
-    async def _parse(self, delivery: Delivery) -> tuple[Trajectory, Scored, int]:
-        """The trajectory, its outcome and its size in bytes; _DamagedError when they are not what they should be."""
+    async def _parse(self, delivery: Delivery) -> Arrived:
+        """The trajectory and its outcome; _DamagedError when they are not what they should be."""
         payload = await self._streams.payload(delivery.trajectory_id)
         if payload is None:
             raise _DamagedError(reason="payload_missing", detail="its payload is gone from the store")
@@ -215,11 +261,12 @@ class Consumer:
             raise _DamagedError(reason="payload_damaged", detail="; ".join(map(str, broken)))
         if not isinstance(outcome, Scored):
             raise _DamagedError(reason="not_scored", detail=f"outcome is {outcome.kind}, only `scored` trains")
-        return trajectory, outcome, len(payload)
+        return Arrived(trajectory, outcome, delivery, len(payload))
 
-    async def _judge(
-        self, trajectory: Trajectory, outcome: Scored, delivery: Delivery | None, position: Position, *, size: int
-    ) -> Taken | Refused:
+    async def judge(self, arrived: Arrived, position: Position) -> Taken | Refused:
+        """Whether it trains now, with which reward and which of its tokens; what is refused has been dealt with."""
+        trajectory, outcome = arrived.trajectory, arrived.outcome
+        delivery = self._in_hand.get(trajectory.id, arrived.delivery)
         try:
             lags = self._lags(trajectory, position)
         except UnknownVersionError as error:
@@ -235,11 +282,13 @@ class Consumer:
         if isinstance(judged, Refused):
             return judged
         reward, trained_under, self._pinned = judged
-        await self._streams.mark_consumed([trajectory.id])
+        lowest, highest = self._reward_range
+        if not lowest <= reward <= highest:
+            log.warning("reward outside the algorithm's range", trajectory=trajectory.id, reward=reward)
+            return await self._drop(trajectory, delivery, "reward_range")
+        await self.hold(arrived)
         if masked:
             metrics.count_masked(trajectory, masked)
-        if delivery is not None:
-            self._in_hand[trajectory.id] = delivery
         tensors = TrajectoryTensors(
             tokens_T=torch.tensor(trajectory.token_ids, dtype=torch.int64),
             action_mask_T=mask,
@@ -247,7 +296,7 @@ class Consumer:
             lag_T=lag,
             reward=reward,
         )
-        return Taken(trajectory, outcome, reward, trained_under, stale.lag, tensors, size, self._clock())
+        return Taken(trajectory, outcome, reward, trained_under, stale.lag, tensors, arrived.size, self._clock())
 
     async def _reward(
         self, trajectory: Trajectory, outcome: Scored, delivery: Delivery | None
@@ -276,6 +325,7 @@ class Consumer:
         if delivery is None or rescores >= MAX_RESCORES:
             log.warning("dropped: the preference's components are missing", trajectory=trajectory.id, reason=why)
             return await self._drop(trajectory, delivery, "preference")
+        self._in_hand.pop(trajectory.id, None)
         fields = {key: value for key, value in delivery.fields.items() if key != "outcome"}
         await self._streams.move(delivery, CONSUMER, StreamName.TRAJECTORIES, {**fields, "rescores": str(rescores + 1)})
         metrics.RESCORED.inc()
@@ -286,6 +336,7 @@ class Consumer:
         self.dropped[reason] += 1
         metrics.count_dropped(trajectory, reason)
         await self._streams.mark_consumed([trajectory.id])
+        self._in_hand.pop(trajectory.id, None)
         if delivery is not None:
             await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
         else:

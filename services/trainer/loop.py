@@ -1,7 +1,7 @@
 """The trainer's loop, one trajectory at a time.
 
     publish the state as a new version
-    repeat: begin ─ take, accumulate (x trajectories_per_update) ─ finish ─ archive ─ publish ─ row ─ board
+    repeat: begin ─ take, accumulate (until trajectories_per_update) ─ finish ─ archive ─ publish ─ row ─ board
             checkpoint when due ─ settle what it holds
 
 Nothing is settled before a durable checkpoint holds its effect; nothing is trained twice, because a checkpoint
@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from sao.archive import Archive
-from sao.board.base import Board, TrainerFacts, TrainerState
+from sao.board.base import Board, EngineState, TrainerFacts, TrainerState
 from sao.config.schema import RunConfig
 from sao.rows import CRITIC_ONLY
 from sao.streams.base import StreamName, StreamUnavailableError, TrajectoryStreams
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from services.trainer import metrics
+from services.trainer.batcher import Batcher
 from services.trainer.checkpoint import CheckpointStore, Progress
 from services.trainer.consumer import Consumer, Position, Refused, Taken
 from services.trainer.core.update import UpdateStats
@@ -38,6 +39,7 @@ log = get_logger(__name__)
 POLL_MS = 200
 """Longest blocking read: how soon a stop or starvation is noticed."""
 HEARTBEAT_S = 60.0
+ENGINE_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Parts:
     streams: TrajectoryStreams
     board: Board
     consumer: Consumer
+    batcher: Batcher
     publisher: Publisher
     checkpoints: CheckpointStore
     archive: Archive
@@ -105,6 +108,7 @@ class TrainerLoop:
         if not published:
             msg = f"the weights at update {self._update} are not finite: restore an older checkpoint"
             raise ArithmeticError(msg)
+        parts.batcher.load(self._restored.baseline)
         await self._tell(TrainerState.TRAINING)
         await ride_out(parts.consumer.open)
         parts.health.set_ready(True)
@@ -129,8 +133,9 @@ class TrainerLoop:
         self._begin()
         taken: list[Taken] = []
         share: list[Taken] = []
+        missing = trainer.trajectories_per_update
         waiting_since = last_heartbeat = self._clock()
-        while len(taken) < trainer.trajectories_per_update:
+        while missing > 0:
             if stop.is_set():
                 return None
             before = self._clock()
@@ -146,16 +151,18 @@ class TrainerLoop:
                 continue
             waiting_since = self._clock()
             parts.health.progress()
-            if not isinstance(found, Taken):
+            if isinstance(found, Refused):
                 continue
             if not taken:
                 self._started_s = waiting_since
-            taken.append(found)
-            share.append(found)
-            if len(share) == parts.ranks.count or len(taken) == trainer.trajectories_per_update:
-                with _busy("accumulate"):
-                    parts.ranks.accumulate([t.tensors for t in share])
-                share.clear()
+            for one in found:
+                taken.append(one)
+                share.append(one)
+                missing -= one.tensors.copies
+                if len(share) == parts.ranks.count or missing <= 0:
+                    with _busy("accumulate"):
+                        parts.ranks.accumulate([t.tensors for t in share])
+                    share.clear()
         return taken
 
     def _begin(self) -> None:
@@ -179,6 +186,7 @@ class TrainerLoop:
         if stats.skipped:
             metrics.SKIPPED.inc()
             log.error("update skipped, nothing was changed", update=self._update + 1, reason=stats.skipped_reason)
+        parts.batcher.finished(taken, stats.trajectories)
         version_before = self._version
         # A skipped update counts: its trajectories are spent.
         self._update += not stats.critic_only
@@ -194,7 +202,7 @@ class TrainerLoop:
             preference_version=parts.consumer.preference_version,
             taken=taken,
             stats=stats,
-            numbers=finite(stats.metrics | summary(taken) | await self._loop_numbers()),
+            numbers=finite(stats.metrics | summary(taken) | parts.batcher.numbers() | await self._loop_numbers()),
             finished_s=time.time(),
         )
         parts.archive.append(done.archived())
@@ -202,6 +210,24 @@ class TrainerLoop:
         append_row(self._config.run.dir / "updates.jsonl", done.row(version, dict(parts.consumer.dropped)))
         self._show(done)
         await self._tell(TrainerState.TRAINING)
+        if self._config.algorithm.synchronous:
+            await self._synchronise()
+
+    async def _synchronise(self) -> None:
+        """Let the next rollouts begin: not before every engine serves the weights that the last ones made."""
+        parts = self._parts
+        deadline = self._clock() + self._config.group.timeout_s
+        while behind := [
+            facts.engine_id
+            for facts in (await ride_out(parts.board.engines)).values()
+            if facts.state is not EngineState.QUARANTINED and not (facts.in_rotation and facts.version == self._version)
+        ]:
+            if self._clock() > deadline:
+                log.warning("going on without waiting longer for engines", engines=behind, version=self._version)
+                break
+            parts.health.progress()
+            await asyncio.sleep(ENGINE_POLL_S)
+        await ride_out(parts.consumer.release)
 
     def _publish_due(self, stats: UpdateStats) -> bool:
         if stats.critic_only:
@@ -240,12 +266,12 @@ class TrainerLoop:
 
     # --- the stream -----------------------------------------------------------------------------------------
 
-    async def _take(self) -> Taken | Refused | None:
-        """`Consumer.take`, riding out an unavailable store: what was in flight is delivered again and re-judged."""
+    async def _take(self) -> list[Taken] | Refused | None:
+        """`Batcher.next`, riding out an unavailable store: what was in flight is delivered again and re-judged."""
         consumer = self._parts.consumer
         position = Position(self._version, self._update)
         try:
-            return await consumer.take(position, block_ms=POLL_MS)
+            return await self._parts.batcher.next(position, block_ms=POLL_MS)
         except StreamUnavailableError as error:
             log.warning("stream store unavailable, rewinding", reason=str(error))
             await ride_out(consumer.open)
@@ -326,6 +352,7 @@ class TrainerLoop:
             dropped=dict(self._parts.consumer.dropped),
             stretches=self._restored.stretches_to(self._parts.epoch, self._update, self._critic_only),
             forgone_ids=self._parts.consumer.forgone,
+            baseline=self._parts.batcher.state(),
         )
 
     async def _tell(self, state: TrainerState) -> None:

@@ -17,6 +17,8 @@ _LENGTHS = (16, 64, 256, 1024, 4096, 16384, 65536)
 _TURNS = (1, 2, 3, 4, 8, 16, 32, 64)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _VERDICTS = ("accepted", "rejected_low", "rejected_high", "stale", "non_finite")
+GROUP_OUTCOMES = ("complete", "filled", "dropped", "zero_spread")
+"""`zero_spread` on top of one of the first two: all rewards were equal, no gradient follows."""
 _LAGS = ("0", "1", "2", "3_4", "5_8", "9_16", "17_up")
 
 UPDATES = Counter("sao_trainer_updates_total", "Optimiser updates of this process, by kind", ["kind"])
@@ -46,6 +48,7 @@ TURNS = Histogram(
     "sao_trainer_trajectory_turns", "Actions of a trained trajectory", buckets=(1, 2, 3, 4, 8, 16, 32, 64)
 )
 TRUNCATED = Gauge("sao_trainer_truncated_fraction", "Share of the last update cut by a length or turn limit")
+GROUPS = Counter("sao_trainer_groups_total", "Groups of rollouts of one prompt, by outcome", ["outcome"])
 SKIPPED = Counter("sao_trainer_skipped_updates_total", "Updates that changed nothing because a pass was not finite")
 
 IDLE_SECONDS = Counter("sao_trainer_idle_seconds_total", "Time spent waiting for a trajectory")

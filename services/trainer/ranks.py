@@ -8,6 +8,7 @@ A micro-step hands each rank one trajectory; ranks without one accumulate a dumm
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -95,7 +96,9 @@ class Ranks:
             tensors[f"{rank}.mask"] = trajectory.action_mask_T
             tensors[f"{rank}.logp"] = trajectory.logp_rollout_T
             tensors[f"{rank}.lag"] = trajectory.lag_T
-            tensors[f"{rank}.reward"] = torch.tensor([trajectory.reward], dtype=torch.float64)
+            advantage = math.nan if trajectory.advantage is None else trajectory.advantage
+            numbers = [trajectory.reward, advantage, float(trajectory.copies)]
+            tensors[f"{rank}.numbers"] = torch.tensor(numbers, dtype=torch.float64)
         self._call(Call.ACCUMULATE, tensors=tensors)
 
     def finish(self) -> UpdateStats:
@@ -158,12 +161,15 @@ def follow(backend: TrainingBackend, update: Update) -> None:
 def _share(tensors: Mapping[str, Tensor], rank: int) -> TrajectoryTensors:
     if f"{rank}.tokens" not in tensors:
         return TrajectoryTensors.dummy()
+    reward, advantage, copies = tensors[f"{rank}.numbers"].tolist()
     return TrajectoryTensors(
         tokens_T=tensors[f"{rank}.tokens"],
         action_mask_T=tensors[f"{rank}.mask"],
         logp_rollout_T=tensors[f"{rank}.logp"],
         lag_T=tensors[f"{rank}.lag"],
-        reward=float(tensors[f"{rank}.reward"]),
+        reward=reward,
+        advantage=None if math.isnan(advantage) else advantage,
+        copies=int(copies),
     )
 
 
@@ -200,15 +206,20 @@ _FIELDS = ("values_A", "advantages_A", "returns_A", "ratios_A", "weights_A")
 
 
 def _flattened(stats: TrajectoryStats) -> Tensor:
-    head = torch.tensor([stats.reward, stats.lag, len(stats.values_A)], dtype=torch.float64)
-    return torch.cat([head, *(getattr(stats, name).double() for name in _FIELDS)])
+    columns = [getattr(stats, name).double() for name in _FIELDS]
+    head = torch.tensor([stats.reward, stats.lag, *map(len, columns)], dtype=torch.float64)
+    return torch.cat([head, *columns])
 
 
 def _unflattened(flat: Tensor) -> list[TrajectoryStats]:
     found: list[TrajectoryStats] = []
     while len(flat):
-        reward, lag, n = float(flat[0]), int(flat[1]), int(flat[2])
-        columns = flat[3 : 3 + n * len(_FIELDS)].float().reshape(len(_FIELDS), n)
-        found.append(TrajectoryStats(reward, lag, *columns))
-        flat = flat[3 + n * len(_FIELDS) :]
+        reward, lag, *sizes = flat[: 2 + len(_FIELDS)].tolist()
+        rest = flat[2 + len(_FIELDS) :]
+        columns = []
+        for size in map(int, sizes):
+            columns.append(rest[:size].float())
+            rest = rest[size:]
+        found.append(TrajectoryStats(reward, int(lag), *columns))
+        flat = rest
     return found

@@ -26,9 +26,11 @@ from sao.telemetry.health import Health
 from sao.v1 import trajectory_pb2 as pb
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.backends.torch_reference import TorchReferenceBackend
+from services.trainer.batcher import batcher_of
 from services.trainer.canary import canary_sequences
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.consumer import Consumer
+from services.trainer.core.baselines import reward_range
 from services.trainer.core.update import Update, UpdateSettings, UpdateStats
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.publisher import Publisher, new_epoch
@@ -157,6 +159,8 @@ class Trainer:
             restored=progress.unsettled_ids,
             forgone=progress.forgone_ids,
             dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
+            defer_consumed=config.algorithm.synchronous,
+            reward_range=reward_range(config),
         )
         consumer.requeue(await lost_work(archive, progress, world.streams))
         publisher = Publisher(
@@ -170,7 +174,17 @@ class Trainer:
         )
         health = Health(60.0)
         parts = Parts(
-            config, ranks, world.streams, world.board, consumer, publisher, checkpoints, archive, health, epoch
+            config,
+            ranks,
+            world.streams,
+            world.board,
+            consumer,
+            batcher_of(config, consumer),
+            publisher,
+            checkpoints,
+            archive,
+            health,
+            epoch,
         )
         return cls(world, TrainerLoop(parts, progress), parts, backend)
 

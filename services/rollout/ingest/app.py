@@ -71,6 +71,7 @@ def limits_for(config: RunConfig, vocab_size: int) -> Limits:
         max_tokens=config.ingest.max_tokens,
         max_bytes=config.ingest.max_message_mb * _MIB,
         logprob_tolerance=config.ingest.logprob_tolerance,
+        samples=config.samples,
     )
 
 

@@ -34,7 +34,7 @@ class PolicyOutput(NamedTuple):
 
 
 class TrainingBackend(Protocol):
-    """A policy, its critic and (with a KL term) its frozen reference."""
+    """A policy, its critic (where the algorithm has one) and (with a KL term) its frozen reference."""
 
     @property
     def rank(self) -> int: ...
@@ -58,7 +58,10 @@ class TrainingBackend(Protocol):
         """[T] log-probs under the frozen initial policy, no graph; BackendError when none was loaded."""
 
     def critic_forward(self, tokens_T: Tensor) -> Tensor:
-        """[T] values with their graph; values_T[t] is of the state BEFORE token t (read at t - 1), values_T[0] = 0."""
+        """[T] values with their graph; values_T[t] is of the state BEFORE token t (read at t - 1), values_T[0] = 0.
+
+        Like every other call that names the critic but `critic_state`: BackendError when the algorithm has none.
+        """
 
     def begin_update(self) -> None:
         """Drop whatever gradient is accumulated and start from zero."""
@@ -78,6 +81,11 @@ class TrainingBackend(Protocol):
 
     def restore_critic(self) -> None:
         """Back to the snapshot, bit for bit; BackendError without one."""
+
+    def snapshot_policy(self) -> None:
+        """The same for the policy, where an update makes several steps of it."""
+
+    def restore_policy(self) -> None: ...
 
     def set_lr(self, policy: float, critic: float) -> None:
         """Learning rates of the next steps."""

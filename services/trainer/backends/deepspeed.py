@@ -66,7 +66,9 @@ class DeepSpeedBackend(PairedBackend):
             ),
             critic=ZeroRole(
                 CriticModule.load(policy_dir, dtype, critic.frozen), optimizer_options(trainer, critic.lr), stage, dtype
-            ),
+            )
+            if config.algorithm.has_critic
+            else None,
             reference=_reference(PolicyModule.load(policy_dir, dtype, chunk), stage, dtype, device)
             if trainer.kl_coef > 0
             else None,
@@ -88,7 +90,7 @@ class DeepSpeedBackend(PairedBackend):
         return [float(value) for value in total]
 
     def close(self) -> None:
-        for role in (self._policy, self._critic):
+        for role in self._roles.values():
             if isinstance(role, ZeroRole):
                 role.close()
         deepspeed.comm.destroy_process_group()

@@ -22,21 +22,33 @@ def optimizer_options(trainer: TrainerSection, lr: float) -> OptimizerOptions:
 
 
 class PairedBackend:
-    """A `TrainingBackend` made of a policy role, a critic role and an optional frozen reference, on one rank."""
+    """A `TrainingBackend` made of a policy role, an optional critic and an optional frozen reference, on one rank."""
 
     def __init__(
         self,
         policy: Role,
-        critic: Role,
+        critic: Role | None,
         reference: nn.Module | Callable[[Tensor], tuple[Tensor, Tensor]] | None,
         device: torch.device,
     ) -> None:
         self._policy = policy
-        self._critic = critic
+        self._critic_role = critic
         self._reference = reference
         if isinstance(reference, nn.Module):
             reference.requires_grad_(False)
         self._device = device
+
+    @property
+    def _critic(self) -> Role:
+        if self._critic_role is None:
+            msg = "no critic was loaded: trainer.algorithm has none"
+            raise BackendError(msg)
+        return self._critic_role
+
+    @property
+    def _roles(self) -> dict[str, Role]:
+        critic = {} if self._critic_role is None else {"critic": self._critic_role}
+        return {"policy": self._policy, **critic}
 
     @property
     def rank(self) -> int:
@@ -73,8 +85,8 @@ class PairedBackend:
         return values_T
 
     def begin_update(self) -> None:
-        self._policy.begin()
-        self._critic.begin()
+        for role in self._roles.values():
+            role.begin()
 
     def policy_backward(self, loss_sum: Tensor) -> None:
         self._policy.backward(loss_sum)
@@ -94,31 +106,38 @@ class PairedBackend:
     def restore_critic(self) -> None:
         self._critic.restore()
 
+    def snapshot_policy(self) -> None:
+        self._policy.snapshot()
+
+    def restore_policy(self) -> None:
+        self._policy.restore()
+
     def set_lr(self, policy: float, critic: float) -> None:
-        self._policy.set_lr(policy)
-        self._critic.set_lr(critic)
+        rates = {"policy": policy, "critic": critic}
+        for name, role in self._roles.items():
+            role.set_lr(rates[name])
 
     def parameter_names_trained(self) -> dict[str, list[str]]:
         return {
-            "policy": [_bare(name) for name, (_, trains) in self._policy.shapes().items() if trains],
-            "critic": [name for name, (_, trains) in self._critic.shapes().items() if trains],
+            role: [_bare(name) for name, (_, trains) in it.shapes().items() if trains]
+            for role, it in self._roles.items()
         }
 
     def policy_state(self) -> dict[str, Tensor]:
         return _whole({_bare(name): tensor for name, tensor in self._policy.module_state().items()}, "policy")
 
     def critic_state(self) -> dict[str, Tensor]:
-        return _whole(self._critic.module_state(), "critic")
+        return {} if self._critic_role is None else _whole(self._critic_role.module_state(), "critic")
 
     def save(self, directory: Path) -> None:
-        roles = {"policy": self._policy.state(), "critic": self._critic.state()}
+        roles = {name: role.state() for name, role in self._roles.items()}
         write_backend_state(directory, roles, self.rank, self.world_size)
 
     def load(self, directory: Path) -> None:
-        shapes = {"policy": self._policy.shapes(), "critic": self._critic.shapes()}
+        shapes = {name: role.shapes() for name, role in self._roles.items()}
         states = read_backend_state(directory, shapes, self.rank, self.world_size)
-        self._policy.load_state(states["policy"])
-        self._critic.load_state(states["critic"])
+        for name, role in self._roles.items():
+            role.load_state(states[name])
 
     def close(self) -> None:
         """Nothing was taken."""

@@ -97,9 +97,9 @@ class TorchReferenceBackend(PairedBackend):
             policy=TorchRole(
                 PolicyModule.load(policy_dir, dtype, chunk), optimizer_options(trainer, trainer.policy_lr)
             ),
-            critic=TorchRole(
-                CriticModule.load(policy_dir, dtype, critic.frozen), optimizer_options(trainer, critic.lr)
-            ),
+            critic=TorchRole(CriticModule.load(policy_dir, dtype, critic.frozen), optimizer_options(trainer, critic.lr))
+            if config.algorithm.has_critic
+            else None,
             reference=PolicyModule.load(policy_dir, dtype, chunk) if trainer.kl_coef > 0 else None,
             device=torch.device("cpu"),
         )

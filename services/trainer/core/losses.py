@@ -40,6 +40,11 @@ def entropy_sum(entropy_T: Tensor, mask_T: Tensor) -> Tensor:
     return _masked_sum(entropy_T, mask_T)
 
 
+def negative_log_likelihood_sum(logp_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Minus the log-probs of the masked tokens (VAPO, arXiv 2504.05118, Eq. 11: imitate what was right)."""
+    return -_masked_sum(logp_T, mask_T)
+
+
 def _select(x_T: Tensor, mask_T: Tensor) -> Tensor:
     """X where the mask is, 0 elsewhere: also where x is not finite, in value and in gradient."""
     return torch.where(mask_T, x_T, torch.zeros_like(x_T))

@@ -53,7 +53,7 @@ def token_metrics(records: Sequence[TokenRecord]) -> dict[str, float]:
     verdict_N = torch.cat([record.dis.verdict_A for record in records])
     log_ratio_N = torch.cat([record.dis.log_ratio_A for record in records]).double()
     lag_N = torch.cat([record.lag_A for record in records])
-    finite_N = verdict_N != Verdict.NON_FINITE
+    finite_N = torch.isfinite(log_ratio_N)
 
     numbers = {"action_tokens": float(verdict_N.numel()), "trajectories": float(len(records))}
     numbers |= _verdict_fractions(verdict_N, "")
@@ -75,7 +75,7 @@ def token_metrics(records: Sequence[TokenRecord]) -> dict[str, float]:
     references = [record.kl_reference_A for record in records if record.kl_reference_A is not None]
     if references:
         numbers["kl_reference"] = _mean(torch.cat(references))
-    numbers["value_mean"] = _mean(torch.cat([record.values_A for record in records]))
+    numbers["value_mean"] = _mean(torch.cat([record.values_A for record in records]))  # undefined without a critic
     numbers["reward_mean"] = sum(record.reward for record in records) / len(records)
     numbers["lag_mean"] = _mean(lag_N)
     numbers["lag_max"] = float(lag_N.max())

@@ -29,7 +29,7 @@ class RedisLeaseLedger:
     @classmethod
     def connect(cls, config: RunConfig) -> RedisLeaseLedger:
         """The ledger of this run; connects at the first call."""
-        return cls(connect_redis(config.redis, retries=0), RunKeys(config.run.name))
+        return cls(connect_redis(config.redis, retries=0), RunKeys(config.run.name), samples=config.samples)
 
     async def lease(
         self, worker_id: str, max_leases: int, *, limit: int, now_ms: int, ttl_ms: int, deadline_ms: int
