@@ -14,12 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from bench.comparison import draw_comparison
 from sao.config import load_run_config
+from sao.curves import moving_average
 from sao.rows import TrainedRow, read_rows
 from sao.tasks import load_task
 from sao.tasks.base import OffersPreferences
@@ -30,10 +33,10 @@ SWITCH_AT, RECOVER_WITHIN, LEVEL_WINDOW = 150, 150, 50
 """Update of the preference switch, updates it may take to recover, trajectories over which a level is a mean."""
 
 
-def start(run: Path, seed: int, *arguments: str) -> subprocess.Popen[bytes]:
+def start(run: Path, seed: str, *arguments: str) -> subprocess.Popen[bytes]:
     """`sao up` in the background; its output in <run>.log."""
     run.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "sao.cli.main", "up", "--seed", str(seed), "--run-dir", str(run), *arguments]
+    command = [sys.executable, "-m", "sao.cli.main", "up", "--seed", seed, "--run-dir", str(run), *arguments]
     with run.with_suffix(".log").open("wb") as log:
         return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
 
@@ -48,7 +51,7 @@ def finish(process: subprocess.Popen[bytes], run: Path) -> dict[str, Any]:
     return report
 
 
-def learning(seed: int, run: Path) -> dict[str, Any]:
+def learning(seed: str, run: Path) -> dict[str, Any]:
     """Bar: the mean of 100 goes from at most 0.40 to at least 0.80 within 5 minutes of the first trajectory."""
     report = finish(start(run, seed, "--preset", "tiny", "--updates", "250"), run)
     curve = report["reward_curve"]
@@ -57,7 +60,7 @@ def learning(seed: int, run: Path) -> dict[str, Any]:
     return {"passed": passed, "first": curve[0], "reached_0.80": hit, "last": curve[-1], **common(report)}
 
 
-def streaming(seed: int, run: Path) -> dict[str, Any]:
+def streaming(seed: str, run: Path) -> dict[str, Any]:
     """Bar: one trajectory per update, 800 updates: the last 200 rewards average at least 0.70, from at most 0.40."""
     sets = ["--set", "trainer.trajectories_per_update=1", "--updates", "800"]
     report = finish(start(run, seed, "--preset", "tiny", *sets), run)
@@ -67,7 +70,7 @@ def streaming(seed: int, run: Path) -> dict[str, Any]:
     return {"passed": passed, "first_100": first, "last_200": last, **common(report)}
 
 
-def preference(seed: int, run: Path) -> dict[str, Any]:
+def preference(seed: str, run: Path) -> dict[str, Any]:
     """Bar: one PUT; whatever is scored after the 200 carries the new version; reward recovers within 150 updates."""
     process = start(run, seed, "--preset", "tiny-writing", "--updates", str(SWITCH_AT + RECOVER_WITHIN + 10))
     wait_for(lambda: any(row.update >= SWITCH_AT for row, _ in read_rows(run / "updates.jsonl")), process)
@@ -95,7 +98,7 @@ def preference(seed: int, run: Path) -> dict[str, Any]:
     }
 
 
-def engines(seed: int, run: Path) -> dict[str, Any]:
+def engines(seed: str, run: Path) -> dict[str, Any]:
     """Bar: of two engines, both are verified to serve the newest version when the run ends."""
     report = finish(start(run, seed, "--preset", "tiny", "--engines", "2", "--updates", "60"), run)
     newest = [row.version for row, _ in read_rows(run / "updates.jsonl") if row.version][-1]
@@ -113,11 +116,49 @@ def engines(seed: int, run: Path) -> dict[str, Any]:
     }
 
 
-PROOFS: dict[str, Callable[[int, Path], dict[str, Any]]] = {
-    "learning": learning,
-    "streaming": streaming,
-    "preference": preference,
-    "engines": engines,
+def stability(case: str, run: Path) -> dict[str, Any]:
+    """Bar: SAO under lag (tau 8, publish_every 2, mean lag at least 4), 1,000 updates: the last 500 rewards average at
+    least 0.9 of the best average of any 500. The other algorithms are shown as they come.
+    """
+    algorithm, _, seed = case.rpartition("-")
+    sets = [f'trainer.algorithm="{algorithm}"', "trainer.max_lag=8", "trainer.publish_every=2"]
+    sets += ["rollout.concurrency=20", *(["group.size=4"] if algorithm.startswith("grpo") else [])]
+    arguments = [word for text in sets for word in ("--set", text)]
+    report = finish(start(run, seed, "--preset", "tiny", "--updates", "1000", *arguments), run)
+    averages = moving_average([trained.reward for trained in rows_of(run)], 500)
+    kept = averages[-1] / max(averages)
+    curve = report["reward_curve"]
+    curve = [*curve[:: max(len(curve) // 400, 1)], curve[-1]]
+    rows = [row for row, _ in read_rows(run / "updates.jsonl")]
+    return {
+        "passed": algorithm != "sao" or (kept >= 0.9 and report["lag"]["mean"] >= 4),
+        "last_500": averages[-1],
+        "best_500": max(averages),
+        "share_kept": kept,
+        "mean_lag": report["lag"]["mean"],
+        "entropy_last": rows[-1].metrics["entropy"],
+        "curve": [[point["trajectory"], round(point["moving_average"], 4)] for point in curve],
+        **common(report),
+    }
+
+
+SEEDS = ("0", "1", "2")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One claim of the README: how a case of it is run and judged."""
+
+    prove: Callable[[str, Path], dict[str, Any]]
+    cases: Sequence[str] = SEEDS
+
+
+PROOFS: dict[str, Proof] = {
+    "learning": Proof(learning),
+    "streaming": Proof(streaming),
+    "preference": Proof(preference),
+    "engines": Proof(engines),
+    "stability": Proof(stability, ("sao-0", "sao-1", "sao-2", "vapo-0", "grpo_async-0")),
 }
 
 
@@ -173,35 +214,36 @@ def main() -> int:
     """Prove what the command line names; 0 when every seed passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("proof", choices=sorted(PROOFS))
-    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--cases", help="comma-separated; default: all of the proof")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "prove", help="where the run folders go")
     options = parser.parse_args()
+    proof = PROOFS[options.proof]
     path = RESULTS / f"{options.proof}.json"
     now = commit()
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if result.get("commit") != now:
-        result = {
-            "proof": options.proof,
-            "bar": (PROOFS[options.proof].__doc__ or "").removeprefix("Bar: "),
-            "commit": now,
-            "seeds": {},
-        }
+        bar = " ".join((proof.prove.__doc__ or "").split()).removeprefix("Bar: ")
+        result = {"proof": options.proof, "bar": bar, "commit": now, "seeds": {}}
     result["machine"] = {
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
-    for seed in options.seeds.split(","):
-        if seed in result["seeds"]:
+    for case in options.cases.split(",") if options.cases else proof.cases:
+        if case in result["seeds"]:
             continue
-        run = options.runs / f"{options.proof}-{seed}-{now}"
+        run = options.runs / f"{options.proof}-{case}-{now}"
         if run.exists():  # a run that was cut short proves nothing
             run.rename(run.with_name(f"{run.name}-cut-{int(time.time())}"))
-        result["seeds"][seed] = PROOFS[options.proof](int(seed), run)
+        result["seeds"][case] = proof.prove(case, run)
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(result, indent=2) + "\n")
-        shown = {k: v for k, v in result["seeds"][seed].items() if k not in {"wall", "throughput", "lag", "drops"}}
-        print(f"seed {seed}: {json.dumps(shown)}", flush=True)
+        hidden = {"wall", "throughput", "lag", "drops", "curve"}
+        shown = {k: v for k, v in result["seeds"][case].items() if k not in hidden}
+        print(f"seed {case}: {json.dumps(shown)}", flush=True)
+    curves = {case: entry["curve"] for case, entry in result["seeds"].items() if "curve" in entry}
+    if curves:
+        draw_comparison(curves, path.with_suffix(".png"), title=f"{options.proof}: {result['bar']}")
     passed = sum(entry["passed"] for entry in result["seeds"].values())
     print(f"{options.proof}: {passed} of {len(result['seeds'])} seeds passed ({path.relative_to(ROOT)})")
     return 0 if passed == len(result["seeds"]) else 1
