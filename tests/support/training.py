@@ -81,7 +81,7 @@ class World:
     board: Board = field(default_factory=MemoryBoard)
     streams: TrajectoryStreams = field(default_factory=MemoryStreams)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
-    ordinal: int = 0
+    slot: int = 0
 
     async def deliver(
         self,
@@ -90,22 +90,25 @@ class World:
         *,
         payload: bytes | None = None,
         scored_under: int = 1,
+        place: tuple[int, int] | None = None,
+        reward: float | None = None,
     ) -> str:
-        """Put one scored trajectory on the SCORED stream; its id."""
+        """Put one scored trajectory on the SCORED stream, at the next (ordinal, sample) or at `place`; its id."""
         message = trajectory or random_trajectory(self.rng, self.config.run.name)
-        message.ordinal = self.ordinal
-        reward = float(self.ordinal % 2)
+        ordinal, sample = place or divmod(self.slot, self.config.samples)
+        message.ordinal, message.sample = ordinal, sample
+        reward = float(self.slot % 2) if reward is None else reward
         scored = outcome or Scored(
             components={"right": reward}, value=reward, scored_under=scored_under, scoring_started_s=1.0
         )
         await self.streams.append(
             message.id,
             message.SerializeToString() if payload is None else payload,
-            ordinal=self.ordinal,
-            sample=0,
-            fields={"task": message.task, "ordinal": str(self.ordinal)},
+            ordinal=ordinal,
+            sample=sample,
+            fields={"task": message.task, "ordinal": str(ordinal)},
         )
-        self.ordinal += 1
+        self.slot += place is None
         await self.streams.open_consumer(StreamName.TRAJECTORIES, "reward")
         (delivery,) = await self.streams.read(StreamName.TRAJECTORIES, "reward", count=1, block_ms=0)
         fields = {**delivery.fields, "outcome": scored.model_dump_json()}
@@ -154,7 +157,7 @@ class Trainer:
             world.streams,
             world.board,
             config.trainer,
-            Limits(config.run.name, 32, 512, 2**20, 1e-5),
+            Limits(config.run.name, 32, 512, 2**20, 1e-5, samples=config.samples),
             epoch=epoch,
             restored=progress.unsettled_ids,
             forgone=progress.forgone_ids,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from statistics import fmean, pstdev, stdev
 from typing import Protocol
 
 from sao.config.schema import MovingAverageSection, RunConfig, SpoSection
@@ -34,15 +34,19 @@ def group_advantages(rewards: Sequence[float]) -> list[float]:
     if len(rewards) < 2:
         msg = f"a group of {len(rewards)}: expected at least 2 rewards to compare"
         raise ValueError(msg)
-    mean, spread = fmean(rewards), stdev(rewards)
-    return [(reward - mean) / (spread + _EPSILON) for reward in rewards]
+    return _standardised(rewards, stdev(rewards))
 
 
 def normalised(advantages: Sequence[float]) -> list[float]:
     """Mean 0 and standard deviation 1 (over n) across the update's trajectories; zeros where all are equal."""
-    mean = fmean(advantages)
-    spread = math.sqrt(fmean((value - mean) ** 2 for value in advantages))
-    return [(value - mean) / (spread + _EPSILON) for value in advantages]
+    return _standardised(advantages, pstdev(advantages))
+
+
+def _standardised(values: Sequence[float], spread: float) -> list[float]:
+    if min(values) == max(values):
+        return [0.0] * len(values)  # exactly: a mean may differ from equal values by rounding
+    mean = fmean(values)
+    return [(value - mean) / (spread + _EPSILON) for value in values]
 
 
 class Baseline(Protocol):

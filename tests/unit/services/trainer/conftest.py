@@ -32,6 +32,6 @@ def new_world(tiny_checkpoints: tuple[Path, Path], tmp_path: Path) -> NewWorld:
         ]
         board = MemoryBoard()
         config = load_run_config(None, [*base, *sets], env={})
-        return World(config, tiny_checkpoints[0], board=board, streams=MemoryStreams(board))
+        return World(config, tiny_checkpoints[0], board=board, streams=MemoryStreams(board, samples=config.samples))
 
     return make

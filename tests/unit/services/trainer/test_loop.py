@@ -195,7 +195,7 @@ async def test_a_second_fall_back_still_finds_what_the_first_one_had_to_train_ag
 
     # Update 2 is made again, of one trajectory; the other one of the abandoned update 2 is still in the queue.
     smaller = new_world("run.updates=9", "trainer.trajectories_per_update=1")
-    smaller.board, smaller.streams, smaller.ordinal = world.board, world.streams, world.ordinal
+    smaller.board, smaller.streams, smaller.slot = world.board, world.streams, world.slot
     await (await smaller.start()).run_updates(1)
     third = await smaller.start()
     assert third.loop.progress().update == 2
@@ -214,7 +214,7 @@ async def test_what_came_from_the_archive_and_was_dropped_does_not_come_again(ne
     (world.config.run.dir / "checkpoints" / "update-00000002" / "progress.json").write_text("torn")
 
     other = new_world("run.updates=9", "trainer.preference_policy=drop", "checkpoint.every_updates=1")
-    other.board, other.streams, other.ordinal = world.board, world.streams, world.ordinal
+    other.board, other.streams, other.slot = world.board, world.streams, world.slot
     await other.board.put_preference(PREFERENCE)
     new = [await other.deliver(scored_under=2) for _ in range(4)]
     await (await other.start()).run_updates(1)
@@ -260,7 +260,7 @@ async def test_a_finished_run_ends_at_once_and_a_longer_one_goes_on(new_world: N
     assert again.loop.finished
 
     longer = new_world("run.updates=2")
-    longer.board, longer.streams, longer.ordinal = world.board, world.streams, world.ordinal
+    longer.board, longer.streams, longer.slot = world.board, world.streams, world.slot
     await longer.deliver_many(2)
     await (await longer.start()).run()
     assert [row.update for row in rows(longer)] == [1, 2]
