@@ -38,6 +38,7 @@ def figures(config: RunConfig) -> list[Figure]:
     return [
         Figure("policy learning rate", trainer.policy_lr, "", _learning_rate_rule(config)),
         Figure("critic warm-up", config.critic_warmup_updates, "updates", "critic-only, before the policy moves"),
+        Figure("rollouts per prompt", config.samples, "", "group.size for the algorithms that compare a group, else 1"),
         Figure("tokens per update", per_update * rollout.max_tokens, "tokens", "at most: trajectories x max_tokens"),
         Figure(
             "action tokens per update", per_update * action_tokens(config), "tokens", "at most: what the loss runs over"
@@ -69,6 +70,8 @@ def expected_lag(config: RunConfig) -> float:
     While an episode runs, about as many others end as run beside it, so its oldest token is `concurrency` /
     `trajectories_per_update` updates old and the average one half of that; publishing less often adds its own half.
     """
+    if config.algorithm.synchronous:
+        return 0.0
     in_flight = min(config.rollout.concurrency, config.admission_limit)
     return in_flight / config.trainer.trajectories_per_update / 2 + (config.trainer.publish_every - 1) / 2
 
@@ -98,7 +101,7 @@ def redis_bytes(config: RunConfig) -> int:
 
 
 def trainer_bytes(config: RunConfig, count: int | None) -> int | None:
-    """Memory per rank for policy, critic (counted as if all of it were trained), reference and one chunk of logits."""
+    """Memory per rank for policy, critic (where there is one, counted as if all of it were trained) and reference."""
     if count is None:
         return None
     trainer = config.trainer
@@ -107,7 +110,7 @@ def trainer_bytes(config: RunConfig, count: int | None) -> int | None:
     # ZeRO stage s shards the first s of these.
     sharded = sum(size for part, size in parts.items() if part < trainer.zero_stage)
     whole = TRAINING_BYTES - sharded
-    networks = 2 * count * (whole + sharded / trainer.ranks)
+    networks = (1 + config.algorithm.has_critic) * count * (whole + sharded / trainer.ranks)
     reference = 0.0
     if trainer.kl_coef > 0:
         reference = count * weight / (trainer.ranks if trainer.zero_stage == 3 else 1)

@@ -28,7 +28,7 @@ from sao.supervisor.valkey import NoValkeyError
 from sao.supervisor.views import View
 from sao.supervisor.watch import StoppedError, Watch
 
-IDENTITY = ("run.name", "run.seed", "task.name", "model", "warm_start")
+IDENTITY = ("run.name", "run.seed", "task.name", "model", "warm_start", "trainer.algorithm", "group")
 """What makes a run the run it is: a resume may not change it."""
 
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
