@@ -17,7 +17,7 @@ from services.trainer.backends.deepspeed import DeepSpeedBackend
 from services.trainer.backends.torch_reference import TorchReferenceBackend
 from tests.support.zero_updates import save_small_checkpoint, states, train, trajectory, zero_config
 
-Open = Callable[[Path], TrainingBackend]
+Open = Callable[..., TrainingBackend]
 TOKENS_T = torch.tensor([3, 9, 4, 4, 17, 30, 2, 8, 11])
 
 
@@ -39,11 +39,11 @@ def open_backend(request: pytest.FixtureRequest, config: RunConfig) -> Iterator[
     kind = request.node.callspec.params["config"]
     opened: list[TrainingBackend] = []
 
-    def open_(checkpoint: Path) -> TrainingBackend:
+    def open_(checkpoint: Path, settings: RunConfig = config) -> TrainingBackend:
         while opened:
             opened.pop().close()
         make = TorchReferenceBackend if kind == "torch" else DeepSpeedBackend
-        opened.append(make(config, checkpoint))
+        opened.append(make(settings, checkpoint))
         return opened[-1]
 
     yield open_
@@ -133,6 +133,40 @@ def test_a_restored_critic_goes_on_as_if_nothing_had_been(open_backend: Open, ch
     assert torch.equal(values_T, backend.critic_forward(TOKENS_T).detach())
     critic_pass(backend)
     assert same(once, backend.critic_state()), "the optimiser's moments were not restored"
+
+
+def test_a_restored_policy_goes_on_as_if_nothing_had_been(open_backend: Open, checkpoint: Path) -> None:
+    backend = open_backend(checkpoint)
+    backend.begin_update()
+    policy_pass(backend)
+    backend.snapshot_policy()
+    at_snapshot = backend.policy_state()
+    policy_pass(backend)
+    once = backend.policy_state()
+    assert not same(at_snapshot, once), "a second step within an update moves the policy too"
+    backend.restore_policy()
+    assert same(at_snapshot, backend.policy_state())
+    policy_pass(backend)
+    assert same(once, backend.policy_state()), "the optimiser's moments were not restored"
+
+
+def test_an_algorithm_without_a_critic_loads_none(
+    open_backend: Open, checkpoint: Path, config: RunConfig, tmp_path: Path
+) -> None:
+    trainer = {"algorithm": "reinforce_ma", "zero_stage": config.trainer.zero_stage, "device": "cpu"}
+    backend = open_backend(checkpoint, RunConfig.model_validate({"trainer": trainer}))
+    assert set(backend.parameter_names_trained()) == {"policy"}
+    assert backend.critic_state() == {}
+    with pytest.raises(BackendError, match=r"no critic was loaded: trainer\.algorithm has none"):
+        backend.critic_forward(TOKENS_T)
+    backend.begin_update()
+    policy_pass(backend)
+    backend.save(tmp_path)
+    saved = backend.policy_state()
+    policy_pass(backend)
+    backend.load(tmp_path)
+    assert same(saved, backend.policy_state())
+    assert not list(tmp_path.glob("critic*"))
 
 
 def test_restore_needs_a_snapshot(open_backend: Open, checkpoint: Path) -> None:

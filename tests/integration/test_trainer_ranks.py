@@ -14,7 +14,7 @@ import pytest
 from tests.support.processes import free_port
 
 
-def run_ranks(world_size: int, checkpoint: Path, folder: Path) -> dict[str, Any]:
+def run_ranks(world_size: int, checkpoint: Path, folder: Path, algorithm: str) -> dict[str, Any]:
     out = folder / f"ranks-{world_size}.json"
     port = str(free_port())
     processes = []
@@ -27,7 +27,7 @@ def run_ranks(world_size: int, checkpoint: Path, folder: Path) -> dict[str, Any]
             "MASTER_PORT": port,
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "tests.support.trainer_rank", str(checkpoint), str(out)]
+        command = [sys.executable, "-m", "tests.support.trainer_rank", str(checkpoint), str(out), algorithm]
         processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
     try:
         for process in processes:
@@ -41,8 +41,9 @@ def run_ranks(world_size: int, checkpoint: Path, folder: Path) -> dict[str, Any]
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_equal_one(tiny_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
-    one, two = (run_ranks(n, tiny_checkpoints[0], tmp_path) for n in (1, 2))
+@pytest.mark.parametrize("algorithm", ["sao", "grpo_async"])
+def test_two_ranks_equal_one(tiny_checkpoints: tuple[Path, Path], tmp_path: Path, algorithm: str) -> None:
+    one, two = (run_ranks(n, tiny_checkpoints[0], tmp_path, algorithm) for n in (1, 2))
     # Three trajectories on two ranks: the last micro-step holds a dummy, and the order is that of accumulation.
     assert len(two["advantages"]) == 6
     for ours, theirs in zip(two["advantages"], one["advantages"], strict=True):

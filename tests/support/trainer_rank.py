@@ -1,6 +1,6 @@
 """One rank of tests/integration/test_trainer_ranks.py: rank 0 drives two updates, the other follows.
 
-Run as `python -m tests.support.trainer_rank CHECKPOINT OUT` under RANK and WORLD_SIZE.
+Run as `python -m tests.support.trainer_rank CHECKPOINT OUT ALGORITHM` under RANK and WORLD_SIZE.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from services.trainer.ranks import Ranks, follow
 from tests.support.training import random_trajectory
 
 
-def tensors_of(rng: random.Random, reward: float) -> TrajectoryTensors:
+def tensors_of(rng: random.Random, reward: float, copies: int) -> TrajectoryTensors:
     trajectory = Trajectory(random_trajectory(rng, "unit"))
     mask = torch.tensor(trajectory.action_mask)
     return TrajectoryTensors(
@@ -31,13 +31,17 @@ def tensors_of(rng: random.Random, reward: float) -> TrajectoryTensors:
         torch.tensor(trajectory.logprobs),
         torch.zeros_like(mask).long(),
         reward,
+        advantage=reward - 0.5,
+        copies=copies,
     )
 
 
-def main(checkpoint: Path, out: Path, world_size: int) -> None:
+def main(checkpoint: Path, out: Path, algorithm: str, world_size: int) -> None:
     torch.set_num_threads(1)
     sets = [f"trainer.ranks={world_size}", "trainer.zero_stage=2", "trainer.device=cpu", "trainer.lr=1e-3"]
-    config = load_run_config(None, [*sets, "critic.lr=1e-3"], env={})
+    if algorithm != "sao":
+        sets += ["group.size=2", "trainer.trajectories_per_update=4"]
+    config = load_run_config(None, [*sets, f"trainer.algorithm={algorithm}", "critic.lr=1e-3"], env={})
     backend = DeepSpeedBackend(config, checkpoint)
     update = Update(backend, UpdateSettings.of(config))
     if own_rank() > 0:
@@ -52,7 +56,7 @@ def _drive(ranks: Ranks, out: Path) -> None:
     values: list[list[float]] = []
     for _ in range(2):
         ranks.begin(policy_lr=1e-3, critic_lr=1e-3, critic_only=False)
-        trajectories = [tensors_of(rng, float(i % 2)) for i in range(3)]
+        trajectories = [tensors_of(rng, float(i % 2), copies=1 + i % 2) for i in range(3)]
         for start in range(0, 3, ranks.count):
             ranks.accumulate(trajectories[start : start + ranks.count])
         ranks.heartbeat()
@@ -70,4 +74,4 @@ def _drive(ranks: Ranks, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(os.environ["WORLD_SIZE"]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(os.environ["WORLD_SIZE"]))
