@@ -1,4 +1,4 @@
-"""Two data-parallel ranks, driven by rank 0 over gloo, learn what one rank learns."""
+"""Two data-parallel ranks, driven by rank 0 over gloo, learn what one rank learns, and skip what one of them must."""
 
 from __future__ import annotations
 
@@ -51,3 +51,11 @@ def test_two_ranks_equal_one(tiny_checkpoints: tuple[Path, Path], tmp_path: Path
     assert two["logprobs"][0] == pytest.approx(one["logprobs"][0], abs=1e-4)
     assert two["again"] == two["logprobs"]
     assert two["checksum"] == pytest.approx(one["checksum"], rel=1e-5)
+    for found in (one, two):
+        broken_loss, broken_gradient, whole = found["skipped"]
+        assert broken_loss["reason"] == "loss of the first pass is not finite"
+        assert broken_gradient["reason"] == "gradient of the policy is not finite"
+        assert whole["reason"] == ""
+        # The policy is what it was on every rank, and so is the critic: it values the same tokens the same.
+        assert broken_loss["policy"] == broken_gradient["policy"] == found["checksum"] != whole["policy"]
+        assert broken_loss["values"] == broken_gradient["values"] == whole["values"]

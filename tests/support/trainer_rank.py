@@ -1,4 +1,6 @@
-"""One rank of tests/integration/test_trainer_ranks.py: rank 0 drives two updates, the other follows.
+"""One rank of tests/integration/test_trainer_ranks.py: rank 0 drives the updates, the other follows.
+
+The last rank's policy gradient is not finite in update POISONED.
 
 Run as `python -m tests.support.trainer_rank CHECKPOINT OUT ALGORITHM` under RANK and WORLD_SIZE.
 """
@@ -6,12 +8,16 @@ Run as `python -m tests.support.trainer_rank CHECKPOINT OUT ALGORITHM` under RAN
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import sys
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sao.config import load_run_config
 from sao.trajectory import Trajectory
@@ -20,6 +26,8 @@ from services.trainer.core.update import TrajectoryTensors, Update, UpdateSettin
 from services.trainer.launch import own_rank
 from services.trainer.ranks import Ranks, follow
 from tests.support.training import random_trajectory
+
+POISONED = 4
 
 
 def tensors_of(rng: random.Random, reward: float, copies: int) -> TrajectoryTensors:
@@ -36,6 +44,23 @@ def tensors_of(rng: random.Random, reward: float, copies: int) -> TrajectoryTens
     )
 
 
+def poison(backend: DeepSpeedBackend, update: Update) -> None:
+    """Make this rank's policy gradient infinite in update POISONED."""
+    begin, backward, begun = update.begin, backend.policy_backward, count(1)
+    number = 0
+
+    def counted(*, critic_only: bool = False) -> None:
+        nonlocal number
+        number = next(begun)
+        begin(critic_only=critic_only)
+
+    def poisoned(loss_sum: Tensor) -> None:
+        backward(loss_sum * (math.inf if number == POISONED else 1.0))
+
+    update.begin = counted  # type: ignore[method-assign]
+    backend.policy_backward = poisoned  # type: ignore[method-assign]
+
+
 def main(checkpoint: Path, out: Path, algorithm: str, world_size: int) -> None:
     torch.set_num_threads(1)
     sets = [f"trainer.ranks={world_size}", "trainer.zero_stage=2", "trainer.device=cpu", "trainer.lr=1e-3"]
@@ -44,6 +69,8 @@ def main(checkpoint: Path, out: Path, algorithm: str, world_size: int) -> None:
     config = load_run_config(None, [*sets, f"trainer.algorithm={algorithm}", "critic.lr=1e-3"], env={})
     backend = DeepSpeedBackend(config, checkpoint)
     update = Update(backend, UpdateSettings.of(config))
+    if own_rank() == world_size - 1:
+        poison(backend, update)
     if own_rank() > 0:
         follow(backend, update)
     else:
@@ -68,9 +95,27 @@ def _drive(ranks: Ranks, out: Path) -> None:
     ranks.save(directory)
     ranks.load(directory)
     again = ranks.logprobs([[1, 5, 6, 7, 20, 11]])
-    checksum = sum(float(t.double().abs().sum()) for t in ranks.policy_state().values())
+    checksum = policy_checksum(ranks)
+    skipped = [repeated_update(ranks, reward) for reward in (math.nan, 1.0, 1.0)]
     ranks.stop()
-    out.write_text(json.dumps({"advantages": values, "logprobs": logprobs, "again": again, "checksum": checksum}))
+    found = {"advantages": values, "logprobs": logprobs, "again": again, "checksum": checksum, "skipped": skipped}
+    out.write_text(json.dumps(found))
+
+
+def policy_checksum(ranks: Ranks) -> float:
+    return sum(float(t.double().abs().sum()) for t in ranks.policy_state().values())
+
+
+def repeated_update(ranks: Ranks, last_reward: float) -> dict[str, Any]:
+    """Always the same two trajectories, the second one (the last rank's) with this reward."""
+    rng = random.Random(4)
+    trajectories = [tensors_of(rng, reward, copies=1) for reward in (0.0, last_reward)]
+    ranks.begin(policy_lr=1e-3, critic_lr=1e-3, critic_only=False)
+    for start in range(0, 2, ranks.count):
+        ranks.accumulate(trajectories[start : start + ranks.count])
+    stats = ranks.finish()
+    values = [t.values_A.tolist() for t in stats.trajectories]
+    return {"reason": stats.skipped_reason, "values": values, "policy": policy_checksum(ranks)}
 
 
 if __name__ == "__main__":

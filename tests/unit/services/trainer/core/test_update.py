@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
+from services.trainer.backends.base import PolicyOutput
 from services.trainer.backends.paired import PairedBackend
 from services.trainer.core.update import TrajectoryTensors, Update, UpdateSettings, UpdateStats
 from tests.unit.services.trainer.core.toy import same, states, toy_backend, toy_trajectory, with_lag
@@ -106,6 +108,39 @@ def test_a_non_finite_policy_gradient_restores_the_critic_and_the_next_update_is
     for each in (backend, untouched):
         assert not run(each, UpdateSettings(), [toy_trajectory(each, 1)]).skipped
     assert same(states(backend), states(untouched)), "something of the skipped update was left behind"
+
+
+def test_a_non_finite_second_critic_pass_restores_the_critic(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = toy_backend()
+    before = states(backend)
+    real, passes = backend.critic_forward, iter(range(1, 3))
+
+    def poisoned(tokens_T: Tensor) -> Tensor:
+        return real(tokens_T) * (math.nan if next(passes) == 2 else 1.0)
+
+    monkeypatch.setattr(backend, "critic_forward", poisoned)
+    stats = run(backend, UpdateSettings(), [toy_trajectory(backend, 0)])
+    assert stats.skipped_reason == "loss of critic pass 2 is not finite"
+    assert same(before, states(backend))
+
+
+@pytest.mark.parametrize(("norm", "which"), [("none", "first pass"), ("whiten", "policy")])
+def test_a_non_finite_policy_loss_alone_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, norm: Literal["none", "whiten"], which: str
+) -> None:
+    backend = toy_backend()
+    before = states(backend)
+    trajectory = toy_trajectory(backend, 0)
+    real = backend.policy_forward
+
+    def poisoned(tokens_T: Tensor) -> PolicyOutput:
+        logp_T, entropy_T = real(tokens_T)
+        return PolicyOutput(logp_T, entropy_T * math.nan)
+
+    monkeypatch.setattr(backend, "policy_forward", poisoned)
+    stats = run(backend, UpdateSettings(entropy_coef=0.1, advantage_norm=norm), [trajectory])
+    assert stats.skipped_reason == f"loss of the {which} is not finite"
+    assert same(before, states(backend))
 
 
 def test_a_dummy_has_no_effect() -> None:
