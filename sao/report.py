@@ -105,6 +105,8 @@ class Report(_Part):
     critic_only_updates: int
     versions: list[str]
     """Published weight versions, oldest first."""
+    held: list[str]
+    """Guards that held publishing after the last update: the newest version is then older than the last weights."""
     reward: RewardSummary
     reward_curve: list[CurvePoint]
     lag: LagSummary
@@ -150,6 +152,7 @@ def make_report(root: Path) -> tuple[Report, list[UpdateRow]] | None:
         updates=rows[-1].update,
         critic_only_updates=len(rows) - len(policy_rows),
         versions=list(dict.fromkeys(row.version for row in written if row.version)),
+        held=rows[-1].held,
         reward=RewardSummary(
             first_100=averages[0] if averages else None,
             last_100=averages[-1] if averages else None,

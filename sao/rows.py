@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 CRITIC_ONLY = "critic_only_updates"
-"""Metric that counts the critic's warm-up updates: it tells the rows and archived steps at update 0 apart."""
+"""Metric that counts the updates of the critic alone: it tells the rows and archived steps at update 0 apart."""
 
 
 class _Row(BaseModel):
@@ -44,8 +44,12 @@ class UpdateRow(_Row):
     """One optimiser update."""
 
     update: int
-    """Policy updates made after this row; unchanged while only the critic warms up."""
+    """Policy updates made after this row; unchanged while only the critic trains."""
     critic_only: bool
+    phase: str = ""
+    """How far the critic's pre-training or warm-up is, in words; empty once the policy trains."""
+    held: list[str] = []
+    """Guards that hold publishing after it: name, value and limit of each."""
     version: str
     """The version published after it; empty when none was."""
     trainer_epoch: int

@@ -14,7 +14,7 @@ from sao.report import Report, write_report
 from sao.supervisor.board_view import BoardView
 from sao.supervisor.folder import RunFolder
 from sao.supervisor.progress import Progress
-from sao.supervisor.status import summary
+from sao.supervisor.status import notices, summary
 
 
 def print_status(root: Path) -> bool:
@@ -33,6 +33,8 @@ def print_status(root: Path) -> bool:
     progress.poll()
     for name, value in summary(progress):
         console.print(f"  {name:<20} {value}", highlight=False)
+    for notice in notices(progress):
+        console.print(f"  {notice}", highlight=False)
     if pid is not None:
         console.print(_processes(folder, config))
     return pid is not None
@@ -69,6 +71,7 @@ def summary_lines(report: Report) -> list[str]:
     """The report in a few lines."""
     first, last = report.reward.first_100, report.reward.last_100
     rise = f"{first:.3f} -> {last:.3f}" if first is not None and last is not None else "fewer than 100 trajectories"
+    held = [f"publishing held       {reason}" for reason in report.held]
     drops = ", ".join(f"{count} {reason}" for reason, count in report.drops.items()) or "none"
     rate = report.throughput
     return [
@@ -79,4 +82,5 @@ def summary_lines(report: Report) -> list[str]:
         f"versions              {len(report.versions)}, newest {report.versions[-1] if report.versions else '-'}",
         f"throughput            {rate.trajectories_per_s:.2f} trajectories/s, {rate.tokens_per_s:.0f} tokens/s",
         f"training              {report.wall.training_s:.0f} s",
+        *held,
     ]

@@ -37,7 +37,7 @@ def figures(config: RunConfig) -> list[Figure]:
     count = parameters(config.model)
     return [
         Figure("policy learning rate", trainer.policy_lr, "", _learning_rate_rule(config)),
-        Figure("critic warm-up", config.critic_warmup_updates, "updates", "critic-only, before the policy moves"),
+        *_critic_first(config),
         Figure("rollouts per prompt", config.samples, "", "group.size for the algorithms that compare a group, else 1"),
         Figure("tokens per update", per_update * rollout.max_tokens, "tokens", "at most: trajectories x max_tokens"),
         Figure(
@@ -120,6 +120,18 @@ def trainer_bytes(config: RunConfig, count: int | None) -> int | None:
 def engine_bytes(config: RunConfig, count: int | None) -> int | None:
     """Memory for the weights in one engine."""
     return None if count is None else count * (2 if config.engine.dtype == "bfloat16" else 4)
+
+
+def _critic_first(config: RunConfig) -> list[Figure]:
+    """How long the critic trains alone."""
+    if not config.algorithm.has_critic:
+        return []
+    critic = config.critic
+    gate = f"at most, until explained variance is {critic.pretrain_explained_variance:g}"
+    return [
+        Figure("critic pre-training", critic.pretrain_trajectories, "trajectories", gate),
+        Figure("critic warm-up", critic.warmup_updates, "updates", "critic-only, then the policy moves"),
+    ]
 
 
 def _learning_rate_rule(config: RunConfig) -> str:

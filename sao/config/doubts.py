@@ -50,6 +50,10 @@ def _learning(config: RunConfig) -> Iterator[Doubt]:
         yield Doubt(key, reason)
     if config.model.path is None and trainer.kl_coef == 0:
         yield Doubt("trainer.kl_coef", "0: the tiny model collapses under lag without a little KL; 0.02 held it")
+    most, window = config.critic.pretrain_trajectories, config.critic.explained_variance_window * trainer.ranks
+    if config.algorithm.has_critic and 0 < most < window:
+        reason = f"{most} never fill the windows of {trainer.ranks} ranks ({window}): the gate cannot be passed"
+        yield Doubt("critic.pretrain_trajectories", reason)
     if trainer.dtype not in {"auto", engine.dtype}:
         yield Doubt(
             "engine.dtype",

@@ -227,10 +227,12 @@ class CriticSection(Section):
     """K: critic steps on the same trajectories before each policy step."""
     frozen: list[str] = [r"\.self_attn\.", r"\.mlp\.gate\.", r"norm", r"embed_tokens"]
     """Regular expressions over parameter names: attention [P], router, norms, embeddings [D]."""
+    pretrain_trajectories: Annotated[int, Field(ge=0)] = 1024  # [D]
+    """Trajectories of the initial policy that the critic alone may train on first, at most; 0: no pre-training."""
+    pretrain_explained_variance: Annotated[float, Field(le=1, allow_inf_nan=False)] = 0.2  # [D]
+    """Gate: pre-training ends when the explained variance, over a full window, is at least this."""
     warmup_updates: Annotated[int, Field(ge=0)] = 10  # [D]
-    """Critic-only updates, with a linear learning-rate ramp, before the policy moves."""
-    warmup_trajectories: Annotated[int, Field(ge=0)] = 0
-    """The warm-up sees at least this many trajectories: at one per update, ten updates teach the critic nothing."""
+    """Critic-only updates after that, with a linear learning-rate ramp, before the policy moves."""
     explained_variance_window: Count = 64
     """Trajectories over which explained variance is computed."""
 
@@ -242,6 +244,14 @@ class CriticSection(Section):
             except re.error as error:
                 reason = f"{pattern!r} is no regular expression: {error}"
                 raise wrong_setting(key="frozen", reason=reason) from error
+        return self
+
+    @model_validator(mode="after")
+    def _gate_can_be_judged(self) -> CriticSection:
+        most, window = self.pretrain_trajectories, self.explained_variance_window
+        if 0 < most < window:
+            reason = f"{most} never fill critic.explained_variance_window ({window}): the gate could not be judged"
+            raise wrong_setting(key="pretrain_trajectories", reason=reason)
         return self
 
 
@@ -362,6 +372,19 @@ class SpoSection(Section):
     """... and at most this."""
 
 
+class GuardsSection(Section):
+    window: Annotated[int, Field(ge=2)] = 50
+    """Policy updates that a guard looks at; none judges before that many were made."""
+    entropy_slope: Positive | Literal["off"] = 0.05
+    """Publishing is held while the entropy rises or falls faster than this, in nats per update ..."""
+    rejected_share: Fraction | Literal["off"] = 0.3
+    """... or more than this share of the action tokens that are not stale is rejected, on average ..."""
+    mismatch_kl: Positive | Literal["off"] = 0.1
+    """... or policy and rollout differ by more than this at lag 0, in nats (k3 estimate), on average ..."""
+    explained_variance: Annotated[float, Field(le=1, allow_inf_nan=False)] | Literal["off"] = -1.0
+    """... or the critic's explained variance is nowhere in the window as high as this."""
+
+
 class CheckpointSection(Section):
     every_updates: Count = 25
     """Updates between checkpoints."""
@@ -423,6 +446,7 @@ class RunConfig(Section):
     ppo: PpoSection = PpoSection()
     moving_average: MovingAverageSection = MovingAverageSection()
     spo: SpoSection = SpoSection()
+    guards: GuardsSection = GuardsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     weights: WeightsSection = WeightsSection()
     auth: AuthSection = AuthSection()
@@ -455,14 +479,6 @@ class RunConfig(Section):
     def samples(self) -> int:
         """Rollouts that the run wants of each prompt."""
         return self.group.size if self.algorithm.in_groups else 1
-
-    @property
-    def critic_warmup_updates(self) -> int:
-        """Critic-only updates before the policy moves."""
-        if not self.algorithm.has_critic:
-            return 0
-        per_update = self.trainer.trajectories_per_update
-        return max(self.critic.warmup_updates, -(-self.critic.warmup_trajectories // per_update))
 
     @property
     def versions_dir(self) -> Path:

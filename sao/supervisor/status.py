@@ -52,9 +52,8 @@ def lines_of(supervisor: Supervisor, engines: dict[str, EngineFacts]) -> list[Li
 def summary(progress: Progress) -> list[tuple[str, str]]:
     """Names and values of the figures under the curve."""
     last = progress.last
-    update = f"{progress.update}" + (" (critic warms up)" if last is not None and last.critic_only else "")
     values = [
-        ("update", update),
+        ("update", f"{progress.update}"),
         ("trajectories", f"{progress.trajectories}"),
         ("reward, last 100", _shown(progress.average, ".3f")),
         ("version", progress.version or "-"),
@@ -66,6 +65,17 @@ def summary(progress: Progress) -> list[tuple[str, str]]:
         ("dropped", f"{progress.dropped}"),
     ]
     return [(name, value) for name, value in values if value]
+
+
+def notices(progress: Progress) -> list[str]:
+    """What explains a run that seems to stand still: the critic trains alone, or publishing is held, and why."""
+    last = progress.last
+    if last is None:
+        return []
+    phase = [f"{last.phase}; the policy waits for it"] if last.phase else []
+    serving = progress.version or "the version before"
+    held = [f"PUBLISHING HELD, engines stay on {serving}: {reason} (docs/algorithm.md, Guards)" for reason in last.held]
+    return phase + held
 
 
 def other_preference(config: RunConfig, current: Preference | None) -> PreferenceDocument:

@@ -190,6 +190,8 @@ def _finish(config: RunConfig, folder: RunFolder, view: View, *, finished: bool)
         average = report.reward.last_100
         reward = f", mean reward of the last 100: {average:.3f}" if average is not None else ""
         view.say(f"{report.updates} updates, {report.trajectories} trajectories{reward}")
+        for reason in report.held:
+            view.say(f"publishing held, the last weights are not served: {reason} (docs/algorithm.md, Guards)")
         view.say(f"report: {folder.report_file}")
         if folder.curves_file.exists():
             view.say(f"curves: {folder.curves_file}")

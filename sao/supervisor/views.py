@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 
 from sao.supervisor.plot import plot
-from sao.supervisor.status import Status, summary
+from sao.supervisor.status import Status, notices, summary
 
 PLAIN_EVERY_S = 5.0
 DRAW_EVERY_S = 0.5
 EVENTS_SHOWN = 6
 PLOT_HEIGHT = 7
-ROOM_BESIDE_PROCESSES = 30
+ROOM_BESIDE_PROCESSES = 34
 """Lines that all but the rows of processes take at most; the end of a view too high for the terminal is cut off."""
 
 
@@ -76,6 +76,8 @@ class PlainLines:
                 self._print(f"switch the preference while it trains: {command}")
                 self._command_shown = True
             self._print("  ".join(f"{name} {value}" for name, value in summary(status.progress)))
+            for notice in notices(status.progress):
+                self._print(notice)
         self._next = now + PLAIN_EVERY_S
 
     def close(self) -> None:
@@ -127,7 +129,9 @@ class LiveView:
                 ProgressBar(total=steps, completed=step, width=60),
             ]
         low = self._console.height < ROOM_BESIDE_PROCESSES + len(status.lines)
-        parts += [_figures(status), _processes_in_short(status) if low else _processes(status)]
+        parts.append(_figures(status))
+        parts += [Text(notice, style="yellow") for notice in notices(status.progress)]
+        parts.append(_processes_in_short(status) if low else _processes(status))
         if self._events and not low:
             parts.append(Text("\n".join(self._events), style="dim", no_wrap=True, overflow="ellipsis"))
         # Broken here with backslashes: where the terminal would wrap it, a copy would not be one command.

@@ -1,6 +1,6 @@
 """Trainer checkpoints: complete or invisible, never pickled, the newest whole one found again after any crash.
 
-    <run>/checkpoints/update-00000025/            (update-00000000-critic-0007 while only the critic warms up)
+    <run>/checkpoints/update-00000025/            (update-00000000-critic-0007 while only the critic trains)
         backend/...         what the backend wrote (safetensors, JSON)
         progress.json       `Progress`: counters, consumed ids, the current version
         MANIFEST.json       size and SHA-256 of every other file; written last, before the rename
@@ -24,10 +24,11 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from sao.telemetry.logs import get_logger
+from services.trainer.schedule import Gate, Pretraining
 
 log = get_logger(__name__)
 
-_NAME = re.compile(r"^update-(\d{8})(?:-critic-(\d{4}))?$")
+_NAME = re.compile(r"^update-(\d{8})(?:-critic-(\d{4,}))?$")
 _BLOCK = 1 << 20
 
 
@@ -55,7 +56,7 @@ class Progress(BaseModel):
     update: int
     """Policy updates made."""
     critic_only: int
-    """Critic-only warm-up updates made."""
+    """Critic-only updates made, pre-training and warm-up."""
     consumed: int
     """Trajectories trained on since the run began."""
     unsettled_ids: list[str]
@@ -71,6 +72,8 @@ class Progress(BaseModel):
     """Ids that came back from the archive after a fall-back and were dropped: not to be offered again."""
     baseline: dict[str, list[float]] = {}
     """What the algorithm's baseline of rewards remembers, by prompt id."""
+    pretraining: Pretraining = Pretraining(gate=Gate.NONE)
+    """Of the critic; an earlier release, which says nothing here, had none."""
 
     def holds(self, trainer_epoch: int, update: int, critic_only: int) -> bool:
         """Whether the step that this epoch ended at this position is among those that made this state."""
@@ -220,7 +223,7 @@ class CheckpointStore:
             shutil.rmtree(path)
         for path in made[: -self.keep_last]:
             update, critic_only = _order(path)
-            kept = self.keep_every > 0 and update % self.keep_every == 0 and critic_only == _NOT_WARMING
+            kept = self.keep_every > 0 and update % self.keep_every == 0 and critic_only == _POLICY_MOVED
             if not kept:
                 shutil.rmtree(path)
 
@@ -230,8 +233,8 @@ class CheckpointStore:
         return sorted((path for path in self.root.iterdir() if _NAME.match(path.name)), key=_order)
 
 
-_NOT_WARMING = 10_000
-"""Sorts a plain name after every warm-up name of its update."""
+_POLICY_MOVED = 2**62
+"""Sorts a plain name after every critic-only name of its update."""
 
 
 def _name(progress: Progress) -> str:
@@ -245,7 +248,7 @@ def _order(path: Path) -> tuple[int, int]:
     if match is None:
         msg = f"{path} is not a checkpoint folder"
         raise ValueError(msg)
-    return int(match[1]), int(match[2]) if match[2] else (0 if int(match[1]) == 0 else _NOT_WARMING)
+    return int(match[1]), int(match[2]) if match[2] else (0 if int(match[1]) == 0 else _POLICY_MOVED)
 
 
 def _files(root: Path) -> set[Path]:

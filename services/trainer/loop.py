@@ -28,11 +28,13 @@ from services.trainer.batcher import Batcher
 from services.trainer.checkpoint import CheckpointStore, Progress
 from services.trainer.consumer import Consumer, Position, Refused, Taken
 from services.trainer.core.update import UpdateStats
+from services.trainer.holding import Holding
 from services.trainer.outage import ride_out
 from services.trainer.publisher import NonFiniteWeightsError, Publisher
 from services.trainer.ranks import Ranks
 from services.trainer.records import FinishedUpdate, append_row, finite, summary
-from services.trainer.recovery import recent_values
+from services.trainer.recovery import recent_metrics, recent_values
+from services.trainer.schedule import Gate, Phase, Pretraining, Schedule
 
 log = get_logger(__name__)
 
@@ -71,7 +73,15 @@ def _busy(work: str) -> Iterator[None]:
 def fresh_progress(run: str, epoch: int) -> Progress:
     """A run's beginning."""
     return Progress(
-        run=run, update=0, critic_only=0, consumed=0, unsettled_ids=[], version="", trainer_epoch=epoch, dropped={}
+        run=run,
+        update=0,
+        critic_only=0,
+        consumed=0,
+        unsettled_ids=[],
+        version="",
+        trainer_epoch=epoch,
+        dropped={},
+        pretraining=Pretraining(),
     )
 
 
@@ -87,6 +97,9 @@ class TrainerLoop:
         self._critic_only = progress.critic_only
         self._consumed = progress.consumed
         self._version = progress.version
+        self._schedule = Schedule.of(parts.config, has_critic=parts.config.algorithm.has_critic)
+        self._pretraining = self._schedule.resumed(progress.pretraining)
+        self._holding = Holding(parts.config.guards, parts.checkpoints)
         self._unsettled: list[Taken] = []
         self._steps_since_checkpoint = 0
         self._idle_s = 0.0
@@ -104,10 +117,9 @@ class TrainerLoop:
         window = self._config.critic.explained_variance_window
         for values, reward in recent_values(parts.archive, self._restored, window):
             parts.ranks.recall(values, reward)
-        published = await self._publish(starting=True)
-        if not published:
-            msg = f"the weights at update {self._update} are not finite: restore an older checkpoint"
-            raise ArithmeticError(msg)
+        earlier = recent_metrics(parts.archive, self._restored, self._holding.memory)
+        self._holding.recall(earlier, update=self._update, version=self._version)
+        await self._publish_beginning()
         parts.batcher.load(self._restored.baseline)
         await self._tell(TrainerState.TRAINING)
         await ride_out(parts.consumer.open)
@@ -121,6 +133,8 @@ class TrainerLoop:
                 await self._checkpoint(reason)
         await self._checkpoint("end" if self.finished else "stop")
         if self.finished:
+            if held := self._holding.reasons:
+                log.error("the newest weights are not published: held", reasons=held, newest=self._version)
             await self._tell(TrainerState.FINISHED)
             parts.health.idle("the run is over")
         log.info("trainer ends", update=self._update, finished=self.finished, consumed=self._consumed)
@@ -166,17 +180,26 @@ class TrainerLoop:
         return taken
 
     def _begin(self) -> None:
-        """Learning rates: the critic's ramps up over its warm-up, in which the policy stays."""
-        trainer, critic = self._config.trainer, self._config.critic
-        warming = self._warming
-        ramp = (self._critic_only + 1) / self._config.critic_warmup_updates if warming else 1.0
-        self._parts.ranks.begin(policy_lr=trainer.policy_lr, critic_lr=critic.lr * ramp, critic_only=warming)
+        """Learning rates, and whether the policy moves at all, as the schedule has it."""
+        plan = self._schedule.plan(self._update, self._critic_only, self._pretraining)
+        self._phase = plan.phase
+        metrics.show_phase(plan.phase, self._pretraining.gate)
+        self._parts.ranks.begin(policy_lr=plan.policy_lr, critic_lr=plan.critic_lr, critic_only=plan.critic_only)
         self._parts.consumer.begin_update()
         self._idle_s = 0.0
 
-    @property
-    def _warming(self) -> bool:
-        return self._update == 0 and self._critic_only < self._config.critic_warmup_updates
+    def _advance(self, stats: UpdateStats, trajectories: int) -> str:
+        """Carry the schedule and the guards past this update; how far the critic is, in words."""
+        variance = stats.metrics.get("explained_variance")
+        if self._phase is Phase.PRETRAIN:
+            self._pretraining = self._schedule.after(self._pretraining, trajectories, variance)
+        told = self._schedule.told(self._phase, self._critic_only, self._pretraining, variance)
+        if self._phase is Phase.PRETRAIN and self._pretraining.gate is not Gate.OPEN:
+            passed = self._pretraining.gate is Gate.PASSED
+            (log.info if passed else log.warning)("critic pre-training is over", result=told)
+        if not stats.critic_only:
+            self._holding.observe(stats.metrics, update=self._update, version=self._version)
+        return told
 
     async def _complete(self, taken: list[Taken]) -> None:
         """Step, and record it: archive first, then the version, the row and the board."""
@@ -194,6 +217,7 @@ class TrainerLoop:
         self._consumed += len(taken)
         self._unsettled += taken
         self._steps_since_checkpoint += 1
+        phase = self._advance(stats, len(taken))
         done = FinishedUpdate(
             run=self._config.run.name,
             epoch=parts.epoch,
@@ -204,6 +228,8 @@ class TrainerLoop:
             stats=stats,
             numbers=finite(stats.metrics | summary(taken) | parts.batcher.numbers() | await self._loop_numbers()),
             finished_s=time.time(),
+            phase=phase,
+            held=self._holding.reasons,
         )
         parts.archive.append(done.archived())
         version = await self._publish() if self._publish_due(stats) else ""
@@ -230,7 +256,7 @@ class TrainerLoop:
         await ride_out(parts.consumer.release)
 
     def _publish_due(self, stats: UpdateStats) -> bool:
-        if stats.critic_only:
+        if stats.critic_only or self._holding.reasons:
             return False
         return self._update % self._config.trainer.publish_every == 0 or self.finished
 
@@ -282,6 +308,20 @@ class TrainerLoop:
         metrics.IDLE_SECONDS.inc(seconds)
 
     # --- versions, checkpoints, board -----------------------------------------------------------------------
+
+    async def _publish_beginning(self) -> None:
+        """The state this process begins with, before it consumes; while publishing is held, what was published before.
+
+        Held or not, engines need a version: where the board or the store has lost it, the state is published.
+        ArithmeticError when that is not finite.
+        """
+        parts = self._parts
+        known = self._version in await ride_out(parts.board.versions)
+        if self._holding.reasons and known and self._version in parts.publisher.store.names():
+            return
+        if not await self._publish(starting=True):
+            msg = f"the weights at update {self._update} are not finite: restore an older checkpoint"
+            raise ArithmeticError(msg)
 
     async def _publish(self, *, starting: bool = False) -> str:
         """The new version's name, or nothing when the weights are not finite (engines keep the last good ones)."""
@@ -353,6 +393,7 @@ class TrainerLoop:
             stretches=self._restored.stretches_to(self._parts.epoch, self._update, self._critic_only),
             forgone_ids=self._parts.consumer.forgone,
             baseline=self._parts.batcher.state(),
+            pretraining=self._pretraining,
         )
 
     async def _tell(self, state: TrainerState) -> None:

@@ -12,6 +12,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from sao.trajectory import Trajectory
 from sao.v1 import trajectory_pb2 as pb
+from services.trainer.schedule import Gate, Phase
 
 _LENGTHS = (16, 64, 256, 1024, 4096, 16384, 65536)
 _TURNS = (1, 2, 3, 4, 8, 16, 32, 64)
@@ -50,6 +51,10 @@ TURNS = Histogram(
 TRUNCATED = Gauge("sao_trainer_truncated_fraction", "Share of the last update cut by a length or turn limit")
 GROUPS = Counter("sao_trainer_groups_total", "Groups of rollouts of one prompt, by outcome", ["outcome"])
 SKIPPED = Counter("sao_trainer_skipped_updates_total", "Updates that changed nothing because a pass was not finite")
+
+PHASE = Gauge("sao_trainer_phase_active", "1 for the phase the next update belongs to", ["phase"])
+CRITIC_GATE = Gauge("sao_trainer_critic_gate_state", "1 for how the critic's pre-training stands or ended", ["state"])
+GUARD_HOLDS = Gauge("sao_trainer_publishing_held", "1 while this guard holds publishing", ["guard"])
 
 IDLE_SECONDS = Counter("sao_trainer_idle_seconds_total", "Time spent waiting for a trajectory")
 BUSY_SECONDS = Counter("sao_trainer_busy_seconds_total", "Time spent on everything else", ["work"])
@@ -98,6 +103,14 @@ def count_trained(trajectory: Trajectory) -> None:
     LENGTH.labels("all").observe(len(trajectory.token_ids))
     LENGTH.labels("action").observe(trajectory.action_count)
     TURNS.observe(trajectory.turns)
+
+
+def show_phase(phase: Phase, gate: Gate) -> None:
+    """The phase of the update that begins, and how the critic's pre-training stands."""
+    for one in Phase:
+        PHASE.labels(one.value).set(one is phase)
+    for state in Gate:
+        CRITIC_GATE.labels(state.value).set(state is gate)
 
 
 def show_update(numbers: Mapping[str, float]) -> None:

@@ -33,6 +33,8 @@ class FinishedUpdate:
     numbers: dict[str, float]
     """Every metric of the update; undefined ones absent."""
     finished_s: float
+    phase: str
+    held: list[str]
 
     def archived(self) -> pb.ArchivedUpdate:
         """The message that replay, viewers and recovery read."""
@@ -53,6 +55,8 @@ class FinishedUpdate:
         return UpdateRow(
             update=self.update,
             critic_only=self.stats.critic_only,
+            phase=self.phase,
+            held=self.held,
             version=version,
             trainer_epoch=self.epoch,
             preference_version=self.preference_version,

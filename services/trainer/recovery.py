@@ -1,4 +1,4 @@
-"""What a restored trainer needs of the archive: the work its checkpoint lacks, and the critic's recent record.
+"""What a restored trainer needs of the archive: the work its checkpoint lacks, and what was measured lately.
 
 The same update may have been made in several epochs, of which every fall-back to an older checkpoint has abandoned
 one; `Progress.holds` tells them apart.
@@ -6,7 +6,7 @@ one; `Progress.holds` tells them apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from sao.archive import Archive, StepName
@@ -67,12 +67,18 @@ def recent_values(archive: Archive, progress: Progress, trajectories: int) -> li
     return newest[:trajectories][::-1]
 
 
+def recent_metrics(archive: Archive, progress: Progress, updates: int) -> list[Mapping[str, float]]:
+    """Metrics of the newest `updates` policy updates that `progress` holds, oldest first."""
+    held, _ = _sorted_out(archive, progress)
+    return [dict(archive.load(step).metrics) for step in held[-updates:] if step.update > 0]
+
+
 def _sorted_out(archive: Archive, progress: Progress) -> tuple[list[StepName], list[StepName]]:
     """The archived steps that `progress` holds and those it lacks, each in the order of `StepName`."""
     held: list[StepName] = []
     lacking: list[StepName] = []
     for step in archive.steps():
-        # Only the critic's warm-up makes several steps at one update.
-        warmed = int(archive.load(step).metrics[CRITIC_ONLY]) if step.update == 0 else 0
-        (held if progress.holds(step.epoch, step.update, warmed) else lacking).append(step)
+        # Only the critic alone makes several steps at one update.
+        critic_only = int(archive.load(step).metrics[CRITIC_ONLY]) if step.update == 0 else 0
+        (held if progress.holds(step.epoch, step.update, critic_only) else lacking).append(step)
     return held, lacking

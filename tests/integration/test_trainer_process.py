@@ -44,7 +44,7 @@ async def test_a_trainer_process_trains_stops_resumes_and_finishes(
             "model": run_config.model.model_copy(update={"path": tiny_checkpoints[0]}),
             "run": run_config.run.model_copy(update={"updates": 4}),
             "trainer": trainer,
-            "critic": run_config.critic.model_copy(update={"warmup_updates": 1}),
+            "critic": run_config.critic.model_copy(update={"pretrain_trajectories": 0, "warmup_updates": 1}),
         }
     )
     config.run.dir.mkdir(parents=True)

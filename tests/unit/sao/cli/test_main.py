@@ -128,16 +128,20 @@ def test_status_and_report_say_when_there_is_nothing(tmp_path: Path) -> None:
 def test_status_and_report_of_a_run_that_has_ended(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.run_file.write_text(dump_run_config(load_run_config(None, ["run.seed=4"], env={})))
-    folder.rows_file.write_text("".join(row.model_dump_json() + "\n" for row in rows_of([0.25] * 120)))
+    *rows, last = rows_of([0.25] * 120)
+    rows.append(last.model_copy(update={"held": ["mismatch_kl 0.5 nats, limit 0.1"]}))
+    folder.rows_file.write_text("".join(row.model_dump_json() + "\n" for row in rows))
 
     status = runner.invoke(app, ["status", str(tmp_path)])
     assert status.exit_code == 1
     assert "not running" in status.output
     assert "0.250" in status.output
+    assert "PUBLISHING HELD" in status.output
 
     report = runner.invoke(app, ["report", str(tmp_path)])
     assert report.exit_code == 0
     assert "120 trajectories" in report.output
+    assert "publishing held       mismatch_kl 0.5 nats, limit 0.1" in report.output
     assert folder.report_file.exists()
     assert folder.curves_file.exists()
 

@@ -9,6 +9,7 @@ import pytest
 
 from sao.config import ConfigError, load_run_config
 from sao.config.algorithms import ALGORITHMS, AlgorithmName
+from sao.config.derived import figures
 from sao.config.doubts import doubts
 from sao.config.dump import dump_run_config
 from sao.config.schema import RunConfig
@@ -94,5 +95,7 @@ def test_settings_that_the_algorithm_has_no_part_for_are_named() -> None:
     assert not {"critic.lr", "trainer.eps_high"} & {doubt.key for doubt in doubts(load())}
 
 
-def test_without_a_critic_there_is_no_warm_up() -> None:
-    assert load("trainer.algorithm=reinforce_ma").critic_warmup_updates == 0
+def test_without_a_critic_there_is_nothing_to_train_first() -> None:
+    first = {"critic pre-training", "critic warm-up"}
+    assert first <= {figure.name for figure in figures(load())}
+    assert not first & {figure.name for figure in figures(load("trainer.algorithm=reinforce_ma"))}

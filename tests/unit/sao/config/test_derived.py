@@ -30,6 +30,15 @@ def test_the_tiny_preset_is_the_measured_setting() -> None:
     assert configured("trainer.trajectories_per_update=64", preset="tiny").trainer.policy_lr == pytest.approx(3e-4)
 
 
+def test_a_window_that_the_ranks_never_fill_is_doubted() -> None:
+    def doubted(*sets: str) -> bool:
+        return "critic.pretrain_trajectories" in {doubt.key for doubt in doubts(configured(*sets))}
+
+    assert doubted("trainer.ranks=8", "critic.pretrain_trajectories=500")
+    assert not doubted("trainer.ranks=8", "critic.pretrain_trajectories=512")
+    assert not doubted("trainer.ranks=8", "critic.pretrain_trajectories=0")
+
+
 @given(
     per_update=st.integers(1, 200),
     max_lag=st.integers(0, 20),

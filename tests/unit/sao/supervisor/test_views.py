@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -109,6 +110,43 @@ def test_with_a_token_the_command_takes_it_from_the_environment() -> None:
 
     assert "open-sesame" not in command
     assert "$SAO__AUTH__TOKEN" in command
+
+
+def explained(tmp_path: Path, **fields: Any) -> Status:
+    """A run whose last row explains itself."""
+    file = tmp_path / "explained.jsonl"
+    rows = [update_row(6, [trained_row(1, 0.5)]), update_row(7, [trained_row(2, 0.5)])]
+    rows[-1] = rows[-1].model_copy(update={"version": "", **fields})
+    file.write_text("".join(row.model_dump_json() + "\n" for row in rows))
+    progress = Progress(file)
+    progress.poll()
+    return Status(1.0, [], progress, None, None)
+
+
+def shown_by_all(status: Status, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What the live view and plain lines show of it, on one line each."""
+    console = Console(force_terminal=True, width=200, height=50, record=True)
+    view = LiveView(console)
+    view.show(status, "curl")
+    view.close()
+    capsys.readouterr()
+    PlainLines().show(status, "curl")
+    return [console.export_text(), capsys.readouterr().out]
+
+
+def test_a_critic_that_trains_alone_is_no_idle_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    phase = "critic pre-training 40/64, explained variance 0.12 of 0.2"
+    for text in shown_by_all(explained(tmp_path, critic_only=True, phase=phase), capsys):
+        assert f"{phase}; the policy waits for it" in text
+
+
+def test_held_publishing_is_shown_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "rejected_share 0.41 of the fresh action tokens, limit 0.3"
+    for text in shown_by_all(explained(tmp_path, held=[reason]), capsys):
+        assert f"PUBLISHING HELD, engines stay on v00000006: {reason}" in text
+    (tmp_path / "explained.jsonl").unlink()
+    for text in shown_by_all(explained(tmp_path), capsys):
+        assert "HELD" not in text
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ def new_world(tiny_checkpoints: tuple[Path, Path], tmp_path: Path) -> NewWorld:
             "trainer.trajectories_per_update=2",
             "trainer.lr=1e-3",
             "critic.lr=1e-3",
+            "critic.pretrain_trajectories=0",
             "critic.warmup_updates=0",
             "trainer.max_lag=100",
             "checkpoint.starved_after_s=3600",
