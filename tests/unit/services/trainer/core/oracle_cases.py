@@ -1,4 +1,4 @@
-"""Random trajectories for the comparison with float64_oracle.py: every kind of trouble, in turn, in every precision."""
+"""Random trajectories for test_oracle.py: every kind of trouble, in turn, in every precision."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """One trajectory, and one window of action tokens for the explained variance."""
+    """One trajectory, and one window of action tokens for the explained variance.
+
+    On what is not an action, log-probs and value are NaN in half of the cases, else 0: nothing may read them.
+    """
 
     kind: Kind
     mask: list[bool]
@@ -42,7 +45,6 @@ class Case:
     eps_low: float
     eps_high: float
     values_T: Tensor
-    """NaN on what is not an action, in half of the cases: nothing may read it."""
     reward: float
     gamma: float
     lam: float
@@ -75,9 +77,11 @@ def _case(rng: random.Random, kind: Kind, dtype: torch.dtype) -> Case:
     draw = _LogProbs(
         rng, dtype, log_low=math.log1p(-eps_low) if eps_low < 1 else -math.inf, log_high=math.log1p(eps_high)
     )
-    pairs = [draw.pair(kind if chosen else Kind.ORDINARY) for chosen in special]
-
     observed = rng.choice([math.nan, 0.0])
+    pairs = [
+        draw.pair(kind if chosen else Kind.ORDINARY) if action else (observed, observed)
+        for action, chosen in zip(mask, special, strict=True)
+    ]
     values = [rng.gauss(0.0, 2.0) if action else observed for action in mask]
     tokens = rng.randint(0, 20)
     constant = rng.choice([rng.gauss(0.0, 1.0), None, None])
@@ -114,6 +118,8 @@ def _mask(rng: random.Random, kind: Kind) -> list[bool]:
 
 @dataclass(frozen=True)
 class _LogProbs:
+    """Draws log-probs of one precision, for thresholds at these log-ratios."""
+
     rng: random.Random
     dtype: torch.dtype
     log_low: float

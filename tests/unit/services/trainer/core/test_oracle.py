@@ -20,7 +20,7 @@ from services.trainer.core.critic import explained_variance
 from services.trainer.core.dis import Verdict, importance_weights
 from services.trainer.core.gae import length_adaptive_lambda, skip_observation_gae
 from services.trainer.core.losses import critic_loss_sum, policy_loss_sum
-from tests.unit.services.trainer.core import float64_oracle as oracle
+from tests.support import float64_oracle as oracle
 from tests.unit.services.trainer.core.oracle_cases import DTYPES, HUGE, Case, Kind, make_cases
 
 CASES = 10_000
@@ -68,7 +68,7 @@ def test_every_class_of_cases_occurs(cases: list[Case]) -> None:
         seen["one-token turns"] += not any(a and b for a, b in zip(case.mask, case.mask[1:], strict=False))
         seen["huge"] += bool((log_ratios.abs() > 0.99 * HUGE).logical_and(log_ratios.isfinite()).any())
         seen["all rejected"] += "ACCEPTED" not in actions
-        seen["observation value NaN"] += bool(case.values_T.isnan().any())
+        seen["observations NaN"] += bool(case.values_T.isnan().any())
         seen["returns constant"] += len(returns) == 1
         seen["returns vary"] += len(returns) > 1
         seen["no returns"] += not returns
