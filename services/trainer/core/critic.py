@@ -15,10 +15,10 @@ from torch import Tensor
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> float:
     """EV = 1 - Var(R - V) / Var(R) over action tokens; NaN when Var(R) is 0."""
     values, returns = values_N.double(), returns_N.double()
-    spread = float(returns.var(correction=0)) if returns.numel() else 0.0
-    if spread == 0.0:
+    # Compared, not computed: the mean of equal numbers may be rounded, and their variance is then 1e-33.
+    if bool((returns == returns[:1]).all()):
         return math.nan
-    return 1.0 - float((returns - values).var(correction=0)) / spread
+    return 1.0 - float((returns - values).var(correction=0) / returns.var(correction=0))
 
 
 class ValueWindow:

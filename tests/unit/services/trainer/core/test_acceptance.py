@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from services.trainer.core.dis import Verdict, importance_weights
 from services.trainer.core.gae import skip_observation_gae
 from services.trainer.core.losses import policy_loss_sum
 from services.trainer.core.staleness import judge_staleness
 from services.trainer.core.update import Update, UpdateSettings
-from tests.unit.services.trainer.core.oracles import compact_gae, one_batch_update
-from tests.unit.services.trainer.core.toy import OPTIONS, states, toy_backend, toy_trajectory, with_lag
+from tests.support import float64_oracle as oracle
+from tests.support.one_batch_training import OneBatchTrainer, every_fate, one_by_one, uneven_trajectories
+from tests.unit.services.trainer.core.toy import OPTIONS, VOCABULARY, states, toy_backend, toy_trajectory, with_lag
 
 masks = st.lists(st.booleans(), min_size=1, max_size=30).map(lambda mask: [False, *mask, True])
 unit = st.floats(0.0, 1.0)
@@ -30,7 +34,8 @@ def test_01_advantages_equal_compact_then_textbook_gae(
     values_T = torch.randn(len(mask), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     mask_T = torch.tensor(mask)
     advantages_T, _ = skip_observation_gae(values_T, mask_T, reward, gamma, lam)
-    expected = torch.tensor(compact_gae(values_T.tolist(), mask, reward, gamma, lam), dtype=torch.float64)
+    advantages, _ = oracle.skip_observation_gae(values_T.tolist(), mask, reward, gamma, lam)
+    expected = torch.tensor(advantages, dtype=torch.float64)
     torch.testing.assert_close(advantages_T, expected, rtol=1e-9, atol=1e-9)
 
     elsewhere_T = torch.where(mask_T, values_T, values_T + 100.0)
@@ -167,23 +172,29 @@ def test_09_no_token_older_than_the_limit_carries_weight(lags: list[int], max_la
     assert torch.equal(decision.stale_mask_T[mask_T], old_A)
 
 
-@pytest.mark.parametrize("size", [1, 4, 7])
-def test_10_accumulating_one_by_one_equals_one_batch(size: int) -> None:
-    backend = toy_backend(seed=10)
-    policy, critic = copy.deepcopy(backend._policy.module), copy.deepcopy(backend._critic.module)
-    trajectories = [toy_trajectory(backend, seed, off_policy=0.8, length=6 + seed) for seed in range(size)]
-    settings = UpdateSettings()
-
+@pytest.mark.parametrize("size", [1, 7, 32])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+def test_10_accumulating_one_by_one_equals_one_batch(
+    size: int, aggregation: Literal["token_mean", "sequence_mean"]
+) -> None:
+    """Twice: what the first update leaves behind must not reach the second."""
+    settings = UpdateSettings(
+        gamma=0.97, lambda_critic=0.9, loss_aggregation=aggregation, kl_coef=0.05, entropy_coef=0.01
+    )
+    options = replace(OPTIONS, gradient_clip=0.05, weight_decay=0.01)
+    backend = toy_backend(seed=10, reference=True, options=options)
+    policy, critic, reference = copy.deepcopy((backend._policy.module, backend._critic.module, backend._reference))
+    assert isinstance(reference, nn.Module)
+    batch = OneBatchTrainer(policy, critic, reference, settings, options)
     update = Update(backend, settings)
-    update.begin()
-    for trajectory in trajectories:
-        update.accumulate(trajectory)
-    stats = update.finish()
-    assert size == 1 or 0 < stats.metrics["dis_accepted_fraction"] < 1, "rejected tokens belong into this test"
-
-    one_batch_update(policy, critic, trajectories, settings, OPTIONS.lr)
-    expected = {f"policy.{k}": v.detach() for k, v in policy.named_parameters()} | {
-        f"critic.{k}": v.detach() for k, v in critic.named_parameters()
-    }
-    for name, tensor in states(backend).items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-9, msg=name)
+    for round_ in range(2):
+        trajectories = uneven_trajectories(backend, VOCABULARY, size, seed=2 * size + round_)
+        (found, stats), expected = one_by_one(backend, update, trajectories), batch.update(trajectories)
+        assert len(expected["critic"]) == settings.critic_updates
+        for role, norms in expected.items():
+            assert found[role] == pytest.approx(norms, rel=1e-9)
+            assert min(norms) > options.gradient_clip, "clipping belongs into this test"
+        assert size == 1 or every_fate(stats), "rejected and stale tokens belong into this test"
+        tensors = states(backend)
+        for name, tensor in batch.states().items():
+            torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=1e-9, msg=name)

@@ -17,7 +17,7 @@ OPTIONS = OptimizerOptions(lr=0.05, betas=(0.9, 0.99), weight_decay=0.0, gradien
 
 
 class ToyPolicy(nn.Module):
-    """Next-token logits from the mean embedding of all tokens before: causal, and exact in float64."""
+    """Next-token logits from the mean embedding of all tokens before: causal, exact in float64; [T] or [B, T]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,15 +25,15 @@ class ToyPolicy(nn.Module):
         self.out = nn.Linear(5, VOCABULARY, dtype=torch.float64)
 
     def logp_TV(self, tokens_T: Tensor) -> Tensor:  # noqa: N802
-        hidden_TD = self.embed(tokens_T[:-1])
-        counts_T = torch.arange(1, len(hidden_TD) + 1, dtype=torch.float64)
-        return torch.log_softmax(self.out(hidden_TD.cumsum(0) / counts_T[:, None]), -1)
+        hidden_TD = self.embed(tokens_T[..., :-1])
+        counts_T = torch.arange(1, hidden_TD.shape[-2] + 1, dtype=torch.float64)
+        return torch.log_softmax(self.out(hidden_TD.cumsum(-2) / counts_T[:, None]), -1)
 
     def forward(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
         logp_TV = self.logp_TV(tokens_T)
-        zero = logp_TV.new_zeros(1)
-        logp_T = logp_TV.gather(-1, tokens_T[1:, None]).squeeze(-1)
-        return torch.cat([zero, logp_T]), torch.cat([zero, -(logp_TV.exp() * logp_TV).sum(-1)])
+        logp_T = logp_TV.gather(-1, tokens_T[..., 1:, None]).squeeze(-1)
+        entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
+        return nn.functional.pad(logp_T, (1, 0)), nn.functional.pad(entropy_T, (1, 0))
 
 
 class ToyCritic(nn.Module):
@@ -47,16 +47,16 @@ class ToyCritic(nn.Module):
         self.head = nn.Linear(5, 1, dtype=torch.float64)
 
     def forward(self, tokens_T: Tensor) -> Tensor:
-        values_T: Tensor = self.head(torch.tanh(self.hidden(self.embed(tokens_T[:-1])))).squeeze(-1)
-        return torch.cat([values_T.new_zeros(1), values_T])
+        values_T: Tensor = self.head(torch.tanh(self.hidden(self.embed(tokens_T[..., :-1])))).squeeze(-1)
+        return nn.functional.pad(values_T, (1, 0))
 
 
-def toy_backend(seed: int = 0, *, reference: bool = False) -> PairedBackend:
+def toy_backend(seed: int = 0, *, reference: bool = False, options: OptimizerOptions = OPTIONS) -> PairedBackend:
     """A fresh pair of networks; the same seed gives the same ones."""
     torch.manual_seed(seed)
     policy, critic = ToyPolicy(), ToyCritic()
     frozen = ToyPolicy() if reference else None
-    return PairedBackend(TorchRole(policy, OPTIONS), TorchRole(critic, OPTIONS), frozen, torch.device("cpu"))
+    return PairedBackend(TorchRole(policy, options), TorchRole(critic, options), frozen, torch.device("cpu"))
 
 
 def toy_trajectory(backend: PairedBackend, seed: int, *, off_policy: float = 0.0, length: int = 9) -> TrajectoryTensors:
