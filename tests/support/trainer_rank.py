@@ -96,7 +96,7 @@ def _drive(ranks: Ranks, out: Path) -> None:
     ranks.load(directory)
     again = ranks.logprobs([[1, 5, 6, 7, 20, 11]])
     checksum = policy_checksum(ranks)
-    skipped = [repeated_update(ranks, reward) for reward in (math.nan, 1.0, 1.0)]
+    skipped = [repeated_update(ranks, reward) for reward in (math.inf, 1.0, 1.0)]
     ranks.stop()
     found = {"advantages": values, "logprobs": logprobs, "again": again, "checksum": checksum, "skipped": skipped}
     out.write_text(json.dumps(found))
