@@ -96,7 +96,9 @@ class World:
         """Put one scored trajectory on the SCORED stream, at the next (ordinal, sample) or at `place`; its id."""
         message = trajectory or random_trajectory(self.rng, self.config.run.name)
         ordinal, sample = place or divmod(self.slot, self.config.samples)
-        message.ordinal, message.sample = ordinal, sample
+        message.ordinal = ordinal
+        if trajectory is None:
+            message.sample = sample
         reward = float(self.slot % 2) if reward is None else reward
         scored = outcome or Scored(
             components={"right": reward}, value=reward, scored_under=scored_under, scoring_started_s=1.0
