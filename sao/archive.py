@@ -3,6 +3,7 @@
 - A file is whole or absent, and never changed once written.
 - `update-UUUUUUUU-epoch-EEEE.pb` holds one step. Several steps may end at the same update number in one epoch (the
   critic's warm-up moves no policy): the later ones get `-step-SSSS` appended, counting from 2.
+- `epoch-EEEE.toml` is the run file that the steps of one epoch were made under.
 - After a fall-back to an older checkpoint the same update is made again under a higher trainer epoch; `read` gives
   the newest epoch's, the older one stays until it is pruned.
 - One process writes and prunes (the trainer's epoch fences it); any number read.
@@ -61,6 +62,14 @@ class Archive:
             step += 1
         write_file(path, update.SerializeToString())
         return path
+
+    def write_run_file(self, epoch: int, text: str) -> None:
+        """Keep the run file that this trainer epoch works under, durable on return."""
+        write_file(self.run_file(epoch), text.encode())
+
+    def run_file(self, epoch: int) -> Path:
+        """Where the run file of this epoch is kept; an earlier release wrote none."""
+        return self._directory / f"epoch-{epoch:04d}.toml"
 
     def read(self, update: int) -> pb.ArchivedUpdate:
         """The last step that ended at this update, of the newest epoch; NotArchivedError when there is none."""

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from sao.cli.check import check
+from sao.cli.replay import replay
 from sao.config import ConfigError, RunConfig, load_run_config
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
     what is rewarded with the `curl` it shows, and watch the reward fall and recover.""",
 )
 app.command("check")(check)
+app.command("replay")(replay)
 
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run's folder; one that holds a run is resumed.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]

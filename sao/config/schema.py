@@ -391,7 +391,7 @@ class CheckpointSection(Section):
     keep_last: Count = 3
     """Newest checkpoints that are kept."""
     keep_every: Annotated[int, Field(ge=0)] = 25
-    """Checkpoints whose update is a multiple of this are kept for ever; 0: none."""
+    """The first checkpoint of each stretch of so many updates is kept for ever, the first stretch left out; 0: none."""
     unacked_mb_max: Count = 64
     """Checkpoint early when the unacknowledged payloads exceed this."""
     starved_after_s: Positive = 5.0

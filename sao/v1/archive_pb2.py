@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from sao.v1 import trajectory_pb2 as sao_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14sao/v1/archive.proto\x12\x06sao.v1\x1a\x17sao/v1/trajectory.proto\"\x87\x03\n\x0e\x41rchivedUpdate\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06update\x18\x02 \x01(\x03\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x03\x12\x16\n\x0eversion_before\x18\x04 \x01(\t\x12\x1a\n\x12preference_version\x18\x05 \x01(\x05\x12/\n\x0ctrajectories\x18\x06 \x03(\x0b\x32\x19.sao.v1.TrainedTrajectory\x12\x34\n\x07metrics\x18\x07 \x03(\x0b\x32#.sao.v1.ArchivedUpdate.MetricsEntry\x12\x12\n\nfinished_s\x18\x08 \x01(\x01\x12\x13\n\x0b\x63ritic_only\x18\t \x01(\x08\x12\x0f\n\x07skipped\x18\n \x01(\x08\x12\x16\n\x0eskipped_reason\x18\x0b \x01(\t\x12\x11\n\tpolicy_lr\x18\x0c \x01(\x01\x12\x11\n\tcritic_lr\x18\r \x01(\x01\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xd1\x02\n\x11TrainedTrajectory\x12&\n\ntrajectory\x18\x01 \x01(\x0b\x32\x12.sao.v1.Trajectory\x12\x14\n\x0coutcome_json\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x0e\n\x06values\x18\x04 \x03(\x02\x12\x12\n\nadvantages\x18\x05 \x03(\x02\x12\x0e\n\x06ratios\x18\x06 \x03(\x02\x12\x0f\n\x07weights\x18\x07 \x03(\x02\x12\x0b\n\x03lag\x18\x08 \x01(\x03\x12@\n\x0cversion_lags\x18\t \x03(\x0b\x32*.sao.v1.TrainedTrajectory.VersionLagsEntry\x12\x0e\n\x06\x63opies\x18\n \x01(\r\x12\x16\n\x0erouted_experts\x18\x0b \x01(\x0c\x1a\x32\n\x10VersionLagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14sao/v1/archive.proto\x12\x06sao.v1\x1a\x17sao/v1/trajectory.proto\"\xa0\x03\n\x0e\x41rchivedUpdate\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06update\x18\x02 \x01(\x03\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x03\x12\x16\n\x0eversion_before\x18\x04 \x01(\t\x12\x1a\n\x12preference_version\x18\x05 \x01(\x05\x12/\n\x0ctrajectories\x18\x06 \x03(\x0b\x32\x19.sao.v1.TrainedTrajectory\x12\x34\n\x07metrics\x18\x07 \x03(\x0b\x32#.sao.v1.ArchivedUpdate.MetricsEntry\x12\x12\n\nfinished_s\x18\x08 \x01(\x01\x12\x13\n\x0b\x63ritic_only\x18\t \x01(\x08\x12\x0f\n\x07skipped\x18\n \x01(\x08\x12\x16\n\x0eskipped_reason\x18\x0b \x01(\t\x12\x11\n\tpolicy_lr\x18\x0c \x01(\x01\x12\x11\n\tcritic_lr\x18\r \x01(\x01\x12\x17\n\x0fpreference_json\x18\x0e \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xe8\x02\n\x11TrainedTrajectory\x12&\n\ntrajectory\x18\x01 \x01(\x0b\x32\x12.sao.v1.Trajectory\x12\x14\n\x0coutcome_json\x18\x02 \x01(\t\x12\x0e\n\x06reward\x18\x03 \x01(\x01\x12\x0e\n\x06values\x18\x04 \x03(\x02\x12\x12\n\nadvantages\x18\x05 \x03(\x02\x12\x0e\n\x06ratios\x18\x06 \x03(\x02\x12\x0f\n\x07weights\x18\x07 \x03(\x02\x12\x0b\n\x03lag\x18\x08 \x01(\x03\x12@\n\x0cversion_lags\x18\t \x03(\x0b\x32*.sao.v1.TrainedTrajectory.VersionLagsEntry\x12\x0e\n\x06\x63opies\x18\n \x01(\r\x12\x16\n\x0erouted_experts\x18\x0b \x01(\x0c\x12\x15\n\rtrained_under\x18\x0c \x01(\x05\x1a\x32\n\x10VersionLagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,11 +37,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINEDTRAJECTORY_VERSIONLAGSENTRY']._loaded_options = None
   _globals['_TRAINEDTRAJECTORY_VERSIONLAGSENTRY']._serialized_options = b'8\001'
   _globals['_ARCHIVEDUPDATE']._serialized_start=58
-  _globals['_ARCHIVEDUPDATE']._serialized_end=449
-  _globals['_ARCHIVEDUPDATE_METRICSENTRY']._serialized_start=403
-  _globals['_ARCHIVEDUPDATE_METRICSENTRY']._serialized_end=449
-  _globals['_TRAINEDTRAJECTORY']._serialized_start=452
-  _globals['_TRAINEDTRAJECTORY']._serialized_end=789
-  _globals['_TRAINEDTRAJECTORY_VERSIONLAGSENTRY']._serialized_start=739
-  _globals['_TRAINEDTRAJECTORY_VERSIONLAGSENTRY']._serialized_end=789
+  _globals['_ARCHIVEDUPDATE']._serialized_end=474
+  _globals['_ARCHIVEDUPDATE_METRICSENTRY']._serialized_start=428
+  _globals['_ARCHIVEDUPDATE_METRICSENTRY']._serialized_end=474
+  _globals['_TRAINEDTRAJECTORY']._serialized_start=477
+  _globals['_TRAINEDTRAJECTORY']._serialized_end=837
+  _globals['_TRAINEDTRAJECTORY_VERSIONLAGSENTRY']._serialized_start=787
+  _globals['_TRAINEDTRAJECTORY_VERSIONLAGSENTRY']._serialized_end=837
 # @@protoc_insertion_point(module_scope)

@@ -48,6 +48,7 @@ class ArchivedUpdate(google.protobuf.message.Message):
     SKIPPED_REASON_FIELD_NUMBER: builtins.int
     POLICY_LR_FIELD_NUMBER: builtins.int
     CRITIC_LR_FIELD_NUMBER: builtins.int
+    PREFERENCE_JSON_FIELD_NUMBER: builtins.int
     run: builtins.str
     update: builtins.int
     """Counts from 1; update 0 is the initial policy."""
@@ -65,6 +66,8 @@ class ArchivedUpdate(google.protobuf.message.Message):
     policy_lr: builtins.float
     """Learning rates of the steps."""
     critic_lr: builtins.float
+    preference_json: builtins.str
+    """The preference document of preference_version, as JSON; empty when no preference was pinned."""
     @property
     def trajectories(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TrainedTrajectory]: ...
     @property
@@ -87,8 +90,9 @@ class ArchivedUpdate(google.protobuf.message.Message):
         skipped_reason: builtins.str = ...,
         policy_lr: builtins.float = ...,
         critic_lr: builtins.float = ...,
+        preference_json: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["critic_lr", b"critic_lr", "critic_only", b"critic_only", "finished_s", b"finished_s", "metrics", b"metrics", "policy_lr", b"policy_lr", "preference_version", b"preference_version", "run", b"run", "skipped", b"skipped", "skipped_reason", b"skipped_reason", "trainer_epoch", b"trainer_epoch", "trajectories", b"trajectories", "update", b"update", "version_before", b"version_before"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["critic_lr", b"critic_lr", "critic_only", b"critic_only", "finished_s", b"finished_s", "metrics", b"metrics", "policy_lr", b"policy_lr", "preference_json", b"preference_json", "preference_version", b"preference_version", "run", b"run", "skipped", b"skipped", "skipped_reason", b"skipped_reason", "trainer_epoch", b"trainer_epoch", "trajectories", b"trajectories", "update", b"update", "version_before", b"version_before"]) -> None: ...
 
 global___ArchivedUpdate = ArchivedUpdate
 
@@ -127,6 +131,7 @@ class TrainedTrajectory(google.protobuf.message.Message):
     VERSION_LAGS_FIELD_NUMBER: builtins.int
     COPIES_FIELD_NUMBER: builtins.int
     ROUTED_EXPERTS_FIELD_NUMBER: builtins.int
+    TRAINED_UNDER_FIELD_NUMBER: builtins.int
     outcome_json: builtins.str
     reward: builtins.float
     lag: builtins.int
@@ -136,6 +141,8 @@ class TrainedTrajectory(google.protobuf.message.Message):
     """The experts that the engine routed each token to, when routing replay is on: uint8,
     [tokens - 1, layers, experts per token]; empty otherwise.
     """
+    trained_under: builtins.int
+    """The preference version that `reward` is under."""
     @property
     def trajectory(self) -> sao.v1.trajectory_pb2.Trajectory: ...
     @property
@@ -168,8 +175,9 @@ class TrainedTrajectory(google.protobuf.message.Message):
         version_lags: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         copies: builtins.int = ...,
         routed_experts: builtins.bytes = ...,
+        trained_under: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "copies", b"copies", "lag", b"lag", "outcome_json", b"outcome_json", "ratios", b"ratios", "reward", b"reward", "routed_experts", b"routed_experts", "trajectory", b"trajectory", "values", b"values", "version_lags", b"version_lags", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "copies", b"copies", "lag", b"lag", "outcome_json", b"outcome_json", "ratios", b"ratios", "reward", b"reward", "routed_experts", b"routed_experts", "trained_under", b"trained_under", "trajectory", b"trajectory", "values", b"values", "version_lags", b"version_lags", "weights", b"weights"]) -> None: ...
 
 global___TrainedTrajectory = TrainedTrajectory

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Protocol
 
 from sao.config.schema import GroupSection, RunConfig
@@ -59,10 +60,8 @@ class _WithBaseline:
         self._baseline = baseline
 
     def finished(self, taken: Sequence[Taken], stats: Sequence[TrajectoryStats]) -> None:
-        if self._baseline is None:
-            return
-        for one, its in zip(taken, stats, strict=True):
-            self._baseline.learn(one.trajectory.message.prompt_id, one.reward, drift(its))
+        if self._baseline is not None:
+            learn(self._baseline, taken, stats)
 
     def numbers(self) -> dict[str, float]:
         return {}
@@ -74,9 +73,6 @@ class _WithBaseline:
         if self._baseline is not None:
             self._baseline.load(state)
 
-    def _above(self, baseline: Baseline, taken: Taken) -> float:
-        return taken.reward - baseline.value(taken.trajectory.message.prompt_id)
-
 
 class OneByOne(_WithBaseline):
     """Each trajectory by itself."""
@@ -85,9 +81,7 @@ class OneByOne(_WithBaseline):
         found = await self._consumer.take(position, block_ms=block_ms)
         if not isinstance(found, Taken):
             return found
-        if self._baseline is not None:
-            found = with_advantage(found, self._above(self._baseline, found))
-        return [found]
+        return [found] if self._baseline is None else above([found], self._baseline)
 
 
 class WholeUpdates(_WithBaseline):
@@ -107,8 +101,7 @@ class WholeUpdates(_WithBaseline):
         if len(self._waiting) < self._size:
             return []
         whole, self._waiting = self._waiting, []
-        advantages = normalised([self._above(self._tracker, taken) for taken in whole])
-        return [with_advantage(taken, advantage) for taken, advantage in zip(whole, advantages, strict=True)]
+        return above_normalised(whole, self._tracker)
 
 
 @dataclass
@@ -176,16 +169,10 @@ class Groups:
             return Refused(members[0].trajectory.id, "group_incomplete")
         if missing:
             log.warning("group filled with repeats", ordinal=ordinal, valid=len(valid), repeated=missing)
-        copies = [1 + (i < missing) for i in range(len(valid))]
-        rewards = [taken.reward for taken in valid]
-        advantages = group_advantages([*rewards, *rewards[:missing]])
         self._count("filled" if missing else "complete")
-        if max(rewards) == min(rewards):
+        if len({taken.reward for taken in valid}) == 1:
             self._count("zero_spread")
-        return [
-            with_advantage(taken, advantage, count)
-            for taken, advantage, count in zip(valid, advantages, copies, strict=False)
-        ]
+        return compared(valid, self._settings.size)
 
     def _count(self, outcome: str) -> None:
         self._numbers[outcome] += 1
@@ -200,6 +187,45 @@ def batcher_of(config: RunConfig, consumer: Consumer) -> Batcher:
     if baseline is not None and config.algorithm.advantage == "tracker":
         return WholeUpdates(consumer, baseline, config.trainer.trajectories_per_update)
     return OneByOne(consumer, baseline)
+
+
+def again(taken: Sequence[Taken], config: RunConfig, baseline: Baseline | None) -> list[Taken]:
+    """The trajectories of one past update, in the order they trained in, as the run's batcher handed them over."""
+    if config.algorithm.in_groups:
+        groups = groupby(taken, key=lambda one: one.trajectory.message.ordinal)
+        return [one for _, members in groups for one in compared(list(members), config.group.size)]
+    if baseline is None:
+        return list(taken)
+    return (above_normalised if config.algorithm.advantage == "tracker" else above)(taken, baseline)
+
+
+def compared(members: Sequence[Taken], size: int) -> list[Taken]:
+    """A group of `size`, its first members repeated where some are missing, each compared with the others."""
+    missing = size - len(members)
+    rewards = [taken.reward for taken in members]
+    advantages = group_advantages([*rewards, *rewards[:missing]])
+    copies = [1 + (i < missing) for i in range(len(members))]
+    return [
+        with_advantage(taken, advantage, count)
+        for taken, advantage, count in zip(members, advantages, copies, strict=False)
+    ]
+
+
+def above(taken: Sequence[Taken], baseline: Baseline) -> list[Taken]:
+    """Each with how far its reward lies above the baseline."""
+    return [with_advantage(one, one.reward - baseline.value(one.trajectory.message.prompt_id)) for one in taken]
+
+
+def above_normalised(taken: Sequence[Taken], baseline: Baseline) -> list[Taken]:
+    """The same, normalised over an update's trajectories."""
+    advantages = normalised([one.reward - baseline.value(one.trajectory.message.prompt_id) for one in taken])
+    return [with_advantage(one, advantage) for one, advantage in zip(taken, advantages, strict=True)]
+
+
+def learn(baseline: Baseline, taken: Sequence[Taken], stats: Sequence[TrajectoryStats]) -> None:
+    """Let the baseline take in the rewards of a finished update."""
+    for one, its in zip(taken, stats, strict=True):
+        baseline.learn(one.trajectory.message.prompt_id, one.reward, drift(its))
 
 
 def with_advantage(taken: Taken, advantage: float, copies: int = 1) -> Taken:

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,11 +159,14 @@ class CheckpointStore:
         return Checkpoint(target, progress)
 
     def newest(self) -> Checkpoint | None:
-        """The newest whole checkpoint; damaged ones are skipped and logged."""
+        """The newest whole checkpoint."""
+        return next(self.whole(), None)
+
+    def whole(self) -> Iterator[Checkpoint]:
+        """Every whole checkpoint, newest first, read as it is asked for; damaged ones are skipped and logged."""
         for path in reversed(self._paths()):
             if (found := self._load(path)) is not None:
-                return found
-        return None
+                yield found
 
     def updates(self) -> list[int]:
         """Update numbers of the checkpoints on disk, whole or not, oldest first."""
@@ -222,10 +225,16 @@ class CheckpointStore:
             log.warning("removed a checkpoint of a future that was abandoned", checkpoint=str(path))
             shutil.rmtree(path)
         for path in made[: -self.keep_last]:
-            update, critic_only = _order(path)
-            kept = self.keep_every > 0 and update % self.keep_every == 0 and critic_only == _POLICY_MOVED
-            if not kept:
+            if path not in self._kept_for_ever(made):
                 shutil.rmtree(path)
+
+    def _kept_for_ever(self, made: Sequence[Path]) -> Collection[Path]:
+        """The first one of every `keep_every` updates: few lie at a multiple, warm-up and lulls shift them."""
+        firsts: dict[int, Path] = {}
+        for path in made if self.keep_every > 0 else []:
+            firsts.setdefault(_order(path)[0] // self.keep_every, path)
+        firsts.pop(0, None)
+        return firsts.values()
 
     def _paths(self) -> list[Path]:
         if not self.root.exists():

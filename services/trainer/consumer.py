@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from google.protobuf.message import DecodeError
@@ -71,8 +71,10 @@ class Taken:
     reward: float
     """Under `trained_under`."""
     trained_under: int
+    version_lags: Mapping[str, int]
+    """In updates, at consumption, of each version that sampled a token of it."""
     lag: int
-    """Of its oldest token, in updates, at consumption."""
+    """Of its oldest token."""
     tensors: TrajectoryTensors
     size: int
     """Bytes of its payload in the store; 0 when it came from the archive."""
@@ -94,6 +96,17 @@ class Position:
     version: str
     """Newest published."""
     update: int
+
+
+def tensors_of(trajectory: Trajectory, version_lags: Mapping[str, int], reward: float) -> TrajectoryTensors:
+    """The trajectory as an update reads it; KeyError when the lag of a version in it is missing."""
+    return TrajectoryTensors(
+        tokens_T=torch.tensor(trajectory.token_ids, dtype=torch.int64),
+        action_mask_T=torch.tensor(trajectory.action_mask),
+        logp_rollout_T=torch.tensor(trajectory.logprobs, dtype=torch.float32),
+        lag_T=torch.tensor([version_lags[name] if name else 0 for name in trajectory.versions]),
+        reward=reward,
+    )
 
 
 class _DamagedError(Exception):
@@ -182,9 +195,9 @@ class Consumer:
         self._pinned = None
 
     @property
-    def preference_version(self) -> int:
-        """Of the update under way; 0 before its first trajectory."""
-        return self._pinned.version if self._pinned is not None else 0
+    def preference(self) -> Preference | None:
+        """Of the update under way; none before its first trajectory."""
+        return self._pinned
 
     async def take(self, position: Position, *, block_ms: int) -> Taken | Refused | None:
         """The next trajectory, or why the next one was refused, or None when none came within `block_ms`."""
@@ -272,9 +285,10 @@ class Consumer:
         except UnknownVersionError as error:
             log.warning("no lag can be told", trajectory=trajectory.id, reason=str(error))
             return await self._drop(trajectory, delivery, "lineage")
-        mask = torch.tensor(trajectory.action_mask)
-        lag = torch.tensor(lags)
-        stale = judge_staleness(lag, mask, self._settings.max_lag, self._settings.stale_policy)
+        tensors = tensors_of(trajectory, lags, outcome.value)
+        stale = judge_staleness(
+            tensors.lag_T, tensors.action_mask_T, self._settings.max_lag, self._settings.stale_policy
+        )
         masked = int(stale.stale_mask_T.sum())
         if stale.drop:
             return await self._drop(trajectory, delivery, "stale")
@@ -289,14 +303,9 @@ class Consumer:
         await self.hold(arrived)
         if masked:
             metrics.count_masked(trajectory, masked)
-        tensors = TrajectoryTensors(
-            tokens_T=torch.tensor(trajectory.token_ids, dtype=torch.int64),
-            action_mask_T=mask,
-            logp_rollout_T=torch.tensor(trajectory.logprobs, dtype=torch.float32),
-            lag_T=lag,
-            reward=reward,
-        )
-        return Taken(trajectory, outcome, reward, trained_under, stale.lag, tensors, arrived.size, self._clock())
+        tensors = replace(tensors, reward=reward)
+        size = arrived.size
+        return Taken(trajectory, outcome, reward, trained_under, lags, stale.lag, tensors, size, self._clock())
 
     async def _reward(
         self, trajectory: Trajectory, outcome: Scored, delivery: Delivery | None
@@ -351,8 +360,7 @@ class Consumer:
         log.error("buried", trajectory=delivery.trajectory_id, reason=reason, detail=detail)
         return Refused(delivery.trajectory_id, reason)
 
-    def _lags(self, trajectory: Trajectory, position: Position) -> list[int]:
+    def _lags(self, trajectory: Trajectory, position: Position) -> dict[str, int]:
         lineage = Lineage(self._versions)
-        names = trajectory.versions
-        known = {name: lineage.lag(name, position.version, position.update) for name in set(names) if name}
-        return [known[name] if name else 0 for name in names]
+        names = sorted({name for name in trajectory.versions if name})
+        return {name: lineage.lag(name, position.version, position.update) for name in names}

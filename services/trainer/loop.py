@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from sao.archive import Archive
 from sao.board.base import Board, EngineState, TrainerFacts, TrainerState
-from sao.config.schema import RunConfig
+from sao.config import RunConfig, dump_run_config
 from sao.rows import CRITIC_ONLY
 from sao.streams.base import StreamName, StreamUnavailableError, TrajectoryStreams
 from sao.telemetry.health import Health
@@ -114,6 +114,7 @@ class TrainerLoop:
         """Train until the run is over or `stop` is set; what is unfinished then is delivered again next time."""
         parts = self._parts
         parts.health.working("training")
+        parts.archive.write_run_file(parts.epoch, dump_run_config(self._config))
         window = self._config.critic.explained_variance_window
         for values, reward in recent_values(parts.archive, self._restored, window):
             parts.ranks.recall(values, reward)
@@ -181,8 +182,7 @@ class TrainerLoop:
 
     def _begin(self) -> None:
         """Learning rates, and whether the policy moves at all, as the schedule has it."""
-        plan = self._schedule.plan(self._update, self._critic_only, self._pretraining)
-        self._phase = plan.phase
+        self._plan = plan = self._schedule.plan(self._update, self._critic_only, self._pretraining)
         metrics.show_phase(plan.phase, self._pretraining.gate)
         self._parts.ranks.begin(policy_lr=plan.policy_lr, critic_lr=plan.critic_lr, critic_only=plan.critic_only)
         self._parts.consumer.begin_update()
@@ -191,10 +191,10 @@ class TrainerLoop:
     def _advance(self, stats: UpdateStats, trajectories: int) -> str:
         """Carry the schedule and the guards past this update; how far the critic is, in words."""
         variance = stats.metrics.get("explained_variance")
-        if self._phase is Phase.PRETRAIN:
+        if self._plan.phase is Phase.PRETRAIN:
             self._pretraining = self._schedule.after(self._pretraining, trajectories, variance)
-        told = self._schedule.told(self._phase, self._critic_only, self._pretraining, variance)
-        if self._phase is Phase.PRETRAIN and self._pretraining.gate is not Gate.OPEN:
+        told = self._schedule.told(self._plan.phase, self._critic_only, self._pretraining, variance)
+        if self._plan.phase is Phase.PRETRAIN and self._pretraining.gate is not Gate.OPEN:
             passed = self._pretraining.gate is Gate.PASSED
             (log.info if passed else log.warning)("critic pre-training is over", result=told)
         if not stats.critic_only:
@@ -223,7 +223,9 @@ class TrainerLoop:
             epoch=parts.epoch,
             update=self._update,
             version_before=version_before,
-            preference_version=parts.consumer.preference_version,
+            preference=parts.consumer.preference,
+            policy_lr=self._plan.policy_lr,
+            critic_lr=self._plan.critic_lr,
             taken=taken,
             stats=stats,
             numbers=finite(stats.metrics | summary(taken) | parts.batcher.numbers() | await self._loop_numbers()),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from sao.preference import Preference
 from sao.rows import TrainedRow, UpdateRow
 from sao.v1 import archive_pb2 as pb
 from services.trainer import metrics
@@ -27,7 +28,10 @@ class FinishedUpdate:
     update: int
     """Policy updates made after it."""
     version_before: str
-    preference_version: int
+    preference: Preference | None
+    """That its rewards are under."""
+    policy_lr: float
+    critic_lr: float
     taken: Sequence[Taken]
     stats: UpdateStats
     numbers: dict[str, float]
@@ -35,6 +39,11 @@ class FinishedUpdate:
     finished_s: float
     phase: str
     held: list[str]
+
+    @property
+    def preference_version(self) -> int:
+        """0 when none was pinned."""
+        return self.preference.version if self.preference is not None else 0
 
     def archived(self) -> pb.ArchivedUpdate:
         """The message that replay, viewers and recovery read."""
@@ -48,6 +57,12 @@ class FinishedUpdate:
             trajectories=[_archived_trajectory(taken, stats) for taken, stats in pairs],
             metrics=self.numbers,
             finished_s=self.finished_s,
+            critic_only=self.stats.critic_only,
+            skipped=self.stats.skipped,
+            skipped_reason=self.stats.skipped_reason,
+            policy_lr=self.policy_lr,
+            critic_lr=self.critic_lr,
+            preference_json=self.preference.document.model_dump_json() if self.preference is not None else "",
         )
 
     def row(self, version: str, dropped: dict[str, int]) -> UpdateRow:
@@ -146,4 +161,7 @@ def _archived_trajectory(taken: Taken, stats: TrajectoryStats) -> pb.TrainedTraj
         ratios=stats.ratios_A.tolist(),
         weights=stats.weights_A.tolist(),
         lag=taken.lag,
+        version_lags=taken.version_lags,
+        copies=taken.tensors.copies,
+        trained_under=taken.trained_under,
     )

@@ -1,4 +1,5 @@
-"""What a restored trainer needs of the archive: the work its checkpoint lacks, and what was measured lately.
+"""What a restored trainer needs of the archive: the work its checkpoint lacks, and what was measured lately; and the
+steps that made a run what it is.
 
 The same update may have been made in several epochs, of which every fall-back to an older checkpoint has abandoned
 one; `Progress.holds` tells them apart.
@@ -7,6 +8,7 @@ one; `Progress.holds` tells them apart.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from sao.archive import Archive, StepName
@@ -22,13 +24,26 @@ from services.trainer.outage import ride_out
 log = get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class ArchivedStep:
+    """One archived step, and where the run stood after it."""
+
+    name: StepName
+    critic_only: int
+    """Steps of the critic alone made by then; 0 after the first policy update."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.name.update, self.critic_only
+
+
 async def lost_work(archive: Archive, progress: Progress, streams: TrajectoryStreams) -> list[Archived]:
     """Trajectories that any epoch has trained on, that `progress` lacks and the stream no longer has, oldest first.
 
     After a plain crash there are none: what no checkpoint holds was not settled and is delivered again. After a
     fall-back they may lie in any abandoned epoch, at updates before or after this one's.
     """
-    held, lacking = _sorted_out(archive, progress)
+    held, lacking = (_names(steps) for steps in _sorted_out(archive, progress))
     forgone = set(progress.forgone_ids)
     found: dict[str, Archived] = {}
     for step in sorted(lacking, key=lambda step: (step.epoch, step.update, step.step)):
@@ -59,26 +74,63 @@ async def lost_work(archive: Archive, progress: Progress, streams: TrajectoryStr
 def recent_values(archive: Archive, progress: Progress, trajectories: int) -> list[tuple[Sequence[float], float]]:
     """Values of the action tokens, and the reward, of the newest trajectories that `progress` holds, oldest first."""
     held, _ = _sorted_out(archive, progress)
+    return values_of(archive, held, trajectories)
+
+
+def values_of(
+    archive: Archive, steps: Sequence[ArchivedStep], trajectories: int
+) -> list[tuple[Sequence[float], float]]:
+    """`recent_values` of the state that these steps, in order, have made."""
     newest: list[tuple[Sequence[float], float]] = []
-    for step in reversed(held):
+    for step in reversed(steps):
         if len(newest) >= trajectories:
             break
-        newest += [(trained.values, trained.reward) for trained in reversed(archive.load(step).trajectories)]
+        newest += [(trained.values, trained.reward) for trained in reversed(archive.load(step.name).trajectories)]
     return newest[:trajectories][::-1]
 
 
 def recent_metrics(archive: Archive, progress: Progress, updates: int) -> list[Mapping[str, float]]:
     """Metrics of the newest `updates` policy updates that `progress` holds, oldest first."""
     held, _ = _sorted_out(archive, progress)
-    return [dict(archive.load(step).metrics) for step in held[-updates:] if step.update > 0]
+    return [dict(archive.load(step.name).metrics) for step in held[-updates:] if step.name.update > 0]
 
 
-def _sorted_out(archive: Archive, progress: Progress) -> tuple[list[StepName], list[StepName]]:
+def effective_steps(archive: Archive, progress: Progress | None) -> list[ArchivedStep]:
+    """The steps that made the run's present state, in order, none of an abandoned branch.
+
+    `progress` is that of the newest checkpoint, none when there is none. Beyond it nothing but the epochs tells what
+    was abandoned: each went on from where its first step begins, whatever earlier ones had made from there.
+    """
+    held: list[ArchivedStep] = []
+    beyond = _steps(archive)
+    if progress is not None:
+        held, lacking = _sorted_out(archive, progress)
+        end, epoch = (progress.update, progress.critic_only), progress.trainer_epoch
+        beyond = [step for step in lacking if step.position > end and step.name.epoch >= epoch]
+    effective: list[ArchivedStep] = []
+    for step in sorted([*held, *beyond], key=lambda step: (step.name.epoch, step.position)):
+        if effective and step.name.epoch > effective[-1].name.epoch:
+            effective = [earlier for earlier in effective if earlier.position < step.position]
+        effective.append(step)
+    return effective
+
+
+def _sorted_out(archive: Archive, progress: Progress) -> tuple[list[ArchivedStep], list[ArchivedStep]]:
     """The archived steps that `progress` holds and those it lacks, each in the order of `StepName`."""
-    held: list[StepName] = []
-    lacking: list[StepName] = []
-    for step in archive.steps():
-        # Only the critic alone makes several steps at one update.
-        critic_only = int(archive.load(step).metrics[CRITIC_ONLY]) if step.update == 0 else 0
-        (held if progress.holds(step.epoch, step.update, critic_only) else lacking).append(step)
+    held: list[ArchivedStep] = []
+    lacking: list[ArchivedStep] = []
+    for step in _steps(archive):
+        (held if progress.holds(step.name.epoch, *step.position) else lacking).append(step)
     return held, lacking
+
+
+def _steps(archive: Archive) -> list[ArchivedStep]:
+    """Every archived step; only the critic alone makes several at one update."""
+    return [
+        ArchivedStep(name, int(archive.load(name).metrics[CRITIC_ONLY]) if name.update == 0 else 0)
+        for name in archive.steps()
+    ]
+
+
+def _names(steps: Sequence[ArchivedStep]) -> list[StepName]:
+    return [step.name for step in steps]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,34 @@ def test_the_last_version_is_the_same_model_in_transformers_and_in_a_fresh_engin
         found = engine_logprobs(url, sequences)
     worst = max(abs(a - b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True))
     assert worst <= 1e-4
+
+
+def sao_replay(folder: Path, *arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "sao.cli.main", "replay", str(folder), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    return done.returncode, done.stdout if done.returncode < 2 else done.stderr
+
+
+def test_replay_reproduces_random_updates_and_finds_a_planted_divergence(
+    finished_run: FinishedRun, tmp_path: Path
+) -> None:
+    """DeepSpeed and the real engine made them; plain torch makes them again."""
+    status, output = sao_replay(finished_run.folder, "--random", "20", "--seed", "0", "--json")
+    assert status == 0, output[-4000:]
+    report = json.loads(output)
+    assert len(report["wanted"]) == 20
+    assert not [row for update in report["updates"] for row in update["quantities"] if row["differing"]]
+
+    copy = tmp_path / "copy"
+    shutil.copytree(finished_run.folder, copy, ignore=shutil.ignore_patterns("versions", "valkey", "logs"))
+    archive = Archive(copy / "archive")
+    planted = archive.read(UPDATES)
+    planted.trajectories[1].values[2] += 0.01
+    (copy / "archive" / archive.steps()[-1].file_name).write_bytes(planted.SerializeToString())
+    status, output = sao_replay(copy, str(UPDATES))
+    assert status == 1, output[-4000:]
+    where = f"update {UPDATES}: trajectory {planted.trajectories[1].trajectory.id}, values"
+    assert f"diverged first at {where}" in output
 
 
 def test_plain_output_shows_the_way(finished_run: FinishedRun) -> None:

@@ -102,6 +102,13 @@ def test_the_last_ones_and_the_milestones_stay(tmp_path: Path) -> None:
     assert kept.updates() == [4, 8, 10, 11]
 
 
+def test_one_of_every_so_many_updates_stays_wherever_checkpoints_lie(tmp_path: Path) -> None:
+    kept = store(tmp_path, keep_last=1, keep_every=25)
+    for update in (15, 40, 52, 65, 80, 90, 115, 120):
+        kept.save(progress(update), write)
+    assert kept.updates() == [40, 52, 80, 115, 120]
+
+
 def test_the_critics_warm_up_has_checkpoints_of_its_own(tmp_path: Path) -> None:
     for critic_only in (1, 2):
         store(tmp_path).save(progress(0, critic_only=critic_only), write)

@@ -11,8 +11,10 @@ import torch
 from sao.archive import Archive
 from sao.board.base import TrainerState
 from sao.board.memory import MemoryBoard
+from sao.config import load_run_config
 from sao.curves import dropped, effective_rows
 from sao.outcome import TimedOut
+from sao.preference import PreferenceDocument
 from sao.rows import UpdateRow, read_rows
 from sao.streams.base import FencedError, StreamName
 from sao.streams.memory import MemoryStreams
@@ -354,8 +356,35 @@ async def test_the_archive_holds_what_was_trained(new_world: NewWorld) -> None:
         actions = sum(len(s.token_ids) for s in trained.trajectory.segments if s.logprobs)
         lengths = {len(trained.values), len(trained.advantages), len(trained.ratios), len(trained.weights)}
         assert lengths == {actions}
+        assert (dict(trained.version_lags), trained.copies, trained.trained_under) == ({ROOT: 0}, 1, 1)
     assert [t.reward for t in archived.trajectories] == [0.0, 1.0]
     assert archived.metrics["dis_accepted_fraction"] >= 0
+    assert (archived.critic_only, archived.skipped) == (False, False)
+    assert (archived.policy_lr, archived.critic_lr) == (1e-3, 1e-3)
+    assert PreferenceDocument.model_validate_json(archived.preference_json) == PREFERENCE
+
+
+async def test_the_archive_holds_the_run_file_of_each_epoch(new_world: NewWorld) -> None:
+    world = new_world("run.updates=2")
+    await world.deliver_many(4)
+    await (await world.start()).run_updates(1)
+    later = new_world("run.updates=2", "trainer.eps_high=0.25")
+    later.board, later.streams = world.board, world.streams
+    await (await later.start()).run()
+
+    archive = Archive(world.config.run.dir / "archive")
+    assert [load_run_config(archive.run_file(epoch), env={}) for epoch in (1, 2)] == [world.config, later.config]
+
+
+async def test_warm_up_steps_are_archived_as_such(new_world: NewWorld) -> None:
+    world = new_world("run.updates=1", "critic.warmup_updates=2")
+    await world.deliver_many(6)
+    await (await world.start()).run()
+
+    archive = Archive(world.config.run.dir / "archive")
+    made = [*archive.read_steps(0), *archive.read_steps(1)]
+    assert [step.critic_only for step in made] == [True, True, False]
+    assert [step.critic_lr for step in made] == [5e-4, 1e-3, 1e-3]
 
 
 async def test_a_torn_last_row_is_cut_off_before_the_next_is_written(new_world: NewWorld) -> None:

@@ -18,7 +18,7 @@ from sao.streams.memory import MemoryStreams
 from sao.v1 import archive_pb2, trajectory_pb2
 from services.trainer.checkpoint import Progress
 from services.trainer.loop import fresh_progress
-from services.trainer.recovery import lost_work, recent_values
+from services.trainer.recovery import effective_steps, lost_work, recent_values
 
 WARM_UP = 2
 SCORED = Scored(components={"right": 1.0}, value=1.0, scored_under=1, scoring_started_s=1.0)
@@ -48,7 +48,9 @@ class Run:
     held: list[str] = field(default_factory=list)
     """What the weights of this life were trained on, oldest first."""
     queue: list[str] = field(default_factory=list)
-    checkpoints: list[tuple[Progress, list[str]]] = field(default_factory=list)
+    chain: list[tuple[int, int, int]] = field(default_factory=list)
+    """(epoch, update, warm-up steps) of every step that made the weights of this life."""
+    checkpoints: list[tuple[Progress, list[str], list[tuple[int, int, int]]]] = field(default_factory=list)
     ever: set[str] = field(default_factory=set)
 
     def step(self, size: int) -> None:
@@ -76,19 +78,25 @@ class Run:
         )
         self.held += ids
         self.ever |= set(ids)
+        self.chain.append((self.epoch, self.update, self.critic_only if warming else 0))
+        newest = self.checkpoints[-1][0] if self.checkpoints else None
+        effective = effective_steps(self.archive, newest)
+        assert [(step.name.epoch, *step.position) for step in effective] == self.chain
 
     def checkpoint(self) -> None:
         here = {"update": self.update, "critic_only": self.critic_only, "trainer_epoch": self.epoch}
         stretches = self.begun.stretches_to(self.epoch, self.update, self.critic_only)
-        self.checkpoints.append((self.begun.model_copy(update={**here, "stretches": stretches}), list(self.held)))
+        progress = self.begun.model_copy(update={**here, "stretches": stretches})
+        self.checkpoints.append((progress, list(self.held), list(self.chain)))
         self.streams.waiting = [i for i in self.streams.waiting if i not in self.held]
 
     async def restart(self, fall_back: int) -> None:
         del self.checkpoints[len(self.checkpoints) - min(fall_back, len(self.checkpoints)) :]
         self.epoch += 1
-        fresh: tuple[Progress, list[str]] = (fresh_progress("unit", self.epoch), [])
-        self.begun, held = self.checkpoints[-1] if self.checkpoints else fresh
-        self.held = list(held)
+        self.begun, self.held, self.chain = fresh_progress("unit", self.epoch), [], []
+        if self.checkpoints:
+            self.begun, held, chain = self.checkpoints[-1]
+            self.held, self.chain = list(held), list(chain)
         self.update, self.critic_only = self.begun.update, self.begun.critic_only
 
         again = [lost.trajectory.id for lost in await lost_work(self.archive, self.begun, self.streams)]
