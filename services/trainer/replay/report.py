@@ -75,10 +75,10 @@ def show(report: ReplayReport, console: Console) -> None:
 def _table(update: ReplayedUpdate) -> Table:
     size = f"{update.trajectories} trajectories, {update.action_tokens} action tokens"
     title = f"{update.name}, from {update.origin}: {size}"
-    table = Table("quantity", "logged", "replayed", "largest difference", "", title=title, title_justify="left")
+    table = Table("quantity", "logged", "replayed", "difference", "", title=title, title_justify="left")
     others = [row for row in update.quantities if row.quantity not in SHOWN]
     for row in [row for row in update.quantities if row.quantity in SHOWN or not row.ok]:
-        ok = Text("ok") if row.ok else Text(f"{row.differing} of {row.compared} differ", style="bold red")
+        ok = Text("ok") if row.ok else Text(f"{row.differing}/{row.compared}", style="bold red")
         table.add_row(row.quantity, _number(row.logged), _number(row.replayed), f"{row.largest_difference:.3g}", ok)
     agreeing = [row for row in others if row.ok]
     if agreeing:
