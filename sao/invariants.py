@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from sao.ids import uuid7_unix_ms
+from sao.routing import RoutingShape
 from sao.v1 import trajectory_pb2 as pb
 
 _KINDS = (pb.SEGMENT_KIND_ACTION, pb.SEGMENT_KIND_OBSERVATION)
@@ -56,6 +57,7 @@ class Code(Enum):
     PAYLOAD = "payload"
     TOO_MANY_TOKENS = "too_many_tokens"
     TOO_LARGE = "too_large"
+    ROUTED_EXPERTS = "routed_experts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +79,13 @@ class Limits:
     max_tokens: int
     """Prompt, actions and observations together."""
     max_bytes: int
-    """Serialised size."""
+    """Serialised size, with the record of routed experts."""
     logprob_tolerance: float
     """A log-prob may exceed 0 by this much (rounding in the engine)."""
     samples: int = 1
     """Rollouts the run wants of one ordinal."""
+    routing: RoutingShape | None = None
+    """Of the record of routed experts that each trajectory needs; None: none may have one."""
 
 
 def violations(message: pb.Trajectory, limits: Limits, known_versions: Collection[str]) -> list[Violation]:
@@ -97,6 +101,23 @@ def violations(message: pb.Trajectory, limits: Limits, known_versions: Collectio
     ]
 
 
+def routing_violations(message: pb.Trajectory, routed_experts: bytes, limits: Limits) -> list[Violation]:
+    """What is wrong with the record of routed experts that comes with a trajectory."""
+    if limits.routing is None:
+        if not routed_experts:
+            return []
+        text = f"{len(routed_experts)} bytes of routed experts, expected none: trainer.routing_replay is off"
+        return [Violation(Code.ROUTED_EXPERTS, text)]
+    problem = limits.routing.problem(routed_experts, _tokens(message) - 1)
+    if problem:
+        return [Violation(Code.ROUTED_EXPERTS, problem)]
+    size = message.ByteSize() + len(routed_experts)
+    if size > limits.max_bytes:
+        text = f"{size} bytes with its routed experts, expected at most {limits.max_bytes}"
+        return [Violation(Code.TOO_LARGE, text)]
+    return []
+
+
 def unknown_versions(message: pb.Trajectory, known_versions: Collection[str]) -> list[str]:
     """The version names in its action spans that are not among `known_versions`, sorted."""
     named = {span.version for segment in _actions(message) for span in segment.versions}
@@ -105,6 +126,10 @@ def unknown_versions(message: pb.Trajectory, known_versions: Collection[str]) ->
 
 def _actions(message: pb.Trajectory) -> Iterator[pb.Segment]:
     return (segment for segment in message.segments if segment.kind == pb.SEGMENT_KIND_ACTION)
+
+
+def _tokens(message: pb.Trajectory) -> int:
+    return len(message.prompt_token_ids) + sum(len(segment.token_ids) for segment in message.segments)
 
 
 def _identity(message: pb.Trajectory, limits: Limits) -> Iterator[Violation]:
@@ -246,7 +271,7 @@ def _conclusion(message: pb.Trajectory) -> Iterator[Violation]:
 
 
 def _sizes(message: pb.Trajectory, limits: Limits) -> Iterator[Violation]:
-    tokens = len(message.prompt_token_ids) + sum(len(segment.token_ids) for segment in message.segments)
+    tokens = _tokens(message)
     if tokens > limits.max_tokens:
         yield Violation(Code.TOO_MANY_TOKENS, f"{tokens} tokens, expected at most {limits.max_tokens}")
     size = message.ByteSize()

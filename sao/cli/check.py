@@ -16,6 +16,7 @@ from sao.config.derived import Figure, figures
 from sao.config.doubts import doubts
 from sao.config.dump import without_password
 from sao.config.keys import all_settings
+from sao.routing import expected_routing
 
 RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run file; none: the preset alone.")]
 Preset = Annotated[str | None, typer.Option(help="A preset to start from; the run file may name one itself.")]
@@ -28,6 +29,7 @@ def check(run_file: RunFile = None, preset: Preset = None, sets: Sets = None, to
     try:
         config = load_run_config(run_file, sets or (), preset=preset)
         not_here = refuse_unusable_task(config)
+        expected_routing(config)  # refuses a model without a router
     except ConfigError as error:
         typer.echo(f"configuration error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -8,6 +8,7 @@ from typing import Literal
 
 from sao.config.model_size import parameters
 from sao.config.schema import RunConfig
+from sao.routing import expected_routing
 
 MIB = 2**20
 BYTES_PER_TOKEN = 9
@@ -86,8 +87,10 @@ def largest_lag(config: RunConfig) -> int:
 
 
 def payload_bytes(config: RunConfig) -> int:
-    """Size of the longest trajectory on the wire."""
-    return config.rollout.max_tokens * BYTES_PER_TOKEN + BYTES_PER_TRAJECTORY
+    """Size of the longest trajectory on the wire, with its routed experts where they are replayed."""
+    routing = expected_routing(config)
+    per_token = BYTES_PER_TOKEN + (routing.row_bytes if routing is not None else 0)
+    return config.rollout.max_tokens * per_token + BYTES_PER_TRAJECTORY
 
 
 def redis_bytes(config: RunConfig) -> int:

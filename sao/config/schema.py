@@ -308,6 +308,10 @@ class TrainerSection(Section):
     """Updates between published versions."""
     preference_policy: Literal["keep", "rescore", "drop"] = "rescore"
     """What to do with an outcome scored under another preference than the update's."""
+    routing_replay: bool = False
+    """The trainer's policy sends each token to the experts that the engine chose when it sampled, as far as they are on
+    record, instead of to its own router's choice; mixture-of-experts models only. Engines need
+    `--enable-return-routed-experts`; those that `sao up` starts get it."""
     logprob_chunk: Count = 1024
     """Positions whose full-vocabulary logits are held at a time."""
     starvation_timeout_s: Positive = 600.0

@@ -16,6 +16,7 @@ from types import FrameType
 
 from sao.config import ConfigError, RunConfig, dump_run_config, load_run_config
 from sao.report import write_report
+from sao.routing import expected_routing
 from sao.supervisor import initial_model
 from sao.supervisor.board_view import BoardView
 from sao.supervisor.engine import NoEngineEnvironmentError, engine_python
@@ -110,6 +111,7 @@ def _run(asked: RunConfig, folder: RunFolder, view: View, pending: list[signal.S
     folder.run_file.write_text(dump_run_config(config), encoding="utf-8")
     model, there = initial_model.locate(folder.run_file)
     refuse_missing_files(config, model, there=there)
+    expected_routing(config)  # refuses a model without a router
     # Not before the task and the model were found: a folder that holds a run takes no other name for them.
     folder.asked_file.write_text(dump_run_config(asked), encoding="utf-8")
     earlier_starts = sum(event.event == "up" for event in folder.timeline())

@@ -9,10 +9,13 @@ from uuid import uuid4
 
 from sao.ids import uuid7
 from sao.invariants import Code, Limits
+from sao.routing import NO_RECORD, RoutingShape
 from sao.v1 import trajectory_pb2 as pb
 
 VERSIONS = ("v00000001", "v00000002", "v00000003")
 LIMITS = Limits(run="run", vocab_size=32, max_tokens=512, max_bytes=2**20, logprob_tolerance=1e-5)
+
+ROUTING = RoutingShape(layers=2, experts=4, per_token=2)
 
 _A, _O = pb.SEGMENT_KIND_ACTION, pb.SEGMENT_KIND_OBSERVATION
 
@@ -61,6 +64,15 @@ def good(rng: random.Random, limits: Limits = LIMITS, *, ordinal: int | None = N
         task_payload_json='{"answer": 4}',
         lease_id="0-1",
     )
+
+
+def routed_experts(rng: random.Random, message: pb.Trajectory, routing: RoutingShape) -> bytes:
+    """A record as an engine would have given it, with the rows of a last observation missing."""
+    lengths = [len(message.prompt_token_ids), *(len(segment.token_ids) for segment in message.segments)]
+    missing = lengths[-1] if message.segments[-1].kind == _O else 0
+    layers = (sum(lengths) - 1 - missing) * routing.layers
+    recorded = [rng.sample(range(routing.experts), routing.per_token) for _ in range(layers)]
+    return bytes(itertools.chain.from_iterable(recorded)) + bytes([NO_RECORD]) * (missing * routing.row_bytes)
 
 
 Mutation = Callable[[pb.Trajectory, random.Random, Limits], None]

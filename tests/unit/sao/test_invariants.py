@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sao.invariants import Code, unknown_versions, violations
-from tests.support.trajectories import LIMITS, MUTATIONS, VERSIONS, bad, good
+from sao.invariants import Code, routing_violations, unknown_versions, violations
+from sao.routing import NO_RECORD
+from tests.support.trajectories import LIMITS, MUTATIONS, ROUTING, VERSIONS, bad, good, routed_experts
 
 seeds = st.integers(0, 2**32)
 
@@ -29,7 +31,24 @@ def test_breaking_one_invariant_names_it_alone(name: str, seed: int) -> None:
 
 
 def test_every_invariant_has_a_mutation() -> None:
-    assert {code for code, _ in MUTATIONS.values()} == set(Code)
+    assert {code for code, _ in MUTATIONS.values()} == set(Code) - {Code.ROUTED_EXPERTS}, "that comes beside a message"
+
+
+@given(seed=seeds, data=st.data())
+def test_a_record_of_routed_experts_fits_its_trajectory_or_is_named(seed: int, data: st.DataObject) -> None:
+    rng = random.Random(seed)
+    message = good(rng)
+    limits = replace(LIMITS, routing=ROUTING)
+    record = routed_experts(rng, message, ROUTING)
+    assert routing_violations(message, record, limits) == []
+    assert routing_violations(message, b"", LIMITS) == []
+    place = data.draw(st.integers(0, len(record) - 1))
+    strange = bytes([data.draw(st.integers(ROUTING.experts, NO_RECORD - 1))])
+    broken = [record[:place] + strange + record[place + 1 :], record[:place], record + b"\0", b""]
+    cases = [*((one, limits) for one in broken), (b"\0", LIMITS)]
+    for found in (routing_violations(message, *case) for case in cases):
+        assert [violation.code for violation in found] == [Code.ROUTED_EXPERTS]
+        assert "expected" in found[0].text
 
 
 @given(seed=seeds, names=st.sets(st.sampled_from(["no_task", "no_prompt", "no_attempt", "another_run"]), min_size=2))

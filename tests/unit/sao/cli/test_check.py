@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,34 @@ def test_a_wrong_setting_exits_2_with_its_key_on_stderr(app: typer.Typer, argume
     key = arguments[1].partition("=")[0] if arguments[0] == "--set" else "preset"
     assert key in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ({"model_type": "qwen3", "num_hidden_layers": 2}, "qwen3 has 0 experts"),
+        ({"num_experts": 512, "num_experts_per_tok": 8, "num_hidden_layers": 2}, "512 experts, expected at most 255"),
+    ],
+)
+def test_routing_replay_is_refused_for_a_model_without_a_record(
+    app: typer.Typer, tmp_path: Path, model: dict[str, object], reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    on, path = "trainer.routing_replay=true", f'model.path="{tmp_path}"'
+    result = run(app, "--set", on, "--set", path)
+    assert result.exit_code == 2
+    assert f"trainer.routing_replay: {reason}" in result.stderr
+    assert run(app, "--set", path).exit_code == 0
+    (tmp_path / "config.json").unlink()  # elsewhere, perhaps
+    assert run(app, "--set", on, "--set", path).exit_code == 0
+
+
+def test_replayed_routes_count_in_the_payload(app: typer.Typer) -> None:
+    def payload(*sets: str) -> str:
+        return rows(run(app, "--preset", "tiny", *sets).stdout)["payload"]
+
+    assert payload() == f"{(4096 + 96 * 9) / 1024:.4g} KiB"
+    assert payload("--set", "trainer.routing_replay=true") == f"{(4096 + 96 * (9 + 2 * 2)) / 1024:.4g} KiB"
 
 
 def test_a_run_file_is_read(app: typer.Typer, tmp_path: Path) -> None:
