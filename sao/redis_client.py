@@ -18,7 +18,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from sao.config.schema import RedisSection
-from sao.streams.base import StreamFullError, StreamName, StreamUnavailableError
+from sao.streams.base import StreamFullError, StreamName, StreamUnavailableError, routed_experts_key
 
 # What a server says while it cannot serve: starting, read-only replica, disk full, no quorum.
 _UNAVAILABLE_REPLIES = (
@@ -52,6 +52,9 @@ class RunKeys:
 
     def payload(self, trajectory_id: str) -> str:
         return self.key(f"payload:{trajectory_id}")
+
+    def routed_experts(self, trajectory_id: str) -> str:
+        return self.key(routed_experts_key(trajectory_id))
 
     def seen(self, hour: int) -> str:
         """Ids whose UUIDv7 time lies in this hour since 1970."""

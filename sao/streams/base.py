@@ -3,7 +3,7 @@
 Invariants every implementation keeps, and tests/contract/test_streams.py checks on all of them:
 
 - **Claim check.** A stream entry is a small `Entry`; the trajectory's bytes lie under a payload key of
-  their own until `settle`.
+  their own until `settle`. Its routed experts, where it has any, lie beside them: they come and go together.
 - **Idempotent append.** `append` with an id seen within the horizon changes nothing.
 - **Nothing in two places.** A hand-over from one stream to the next is one atomic step that happens only
   if this consumer still owns the delivery (the *fence*): a consumer that was stopped, lost its delivery
@@ -30,6 +30,11 @@ class StreamName(Enum):
 
     TRAJECTORIES = "trajectories"
     SCORED = "scored"
+
+
+def routed_experts_key(trajectory_id: str) -> str:
+    """Where the record of a trajectory's routed experts lies, within the run's keys."""
+    return f"routed-experts:{trajectory_id}"
 
 
 class StreamError(Exception):
@@ -106,6 +111,7 @@ class TrajectoryStreams(Protocol):
         ordinal: int,
         sample: int,
         fields: Mapping[str, str],
+        routed_experts: bytes = b"",
     ) -> AppendStatus:
         """Make one trajectory durable on TRAJECTORIES, release its lease, mark it unconsumed; all or nothing.
 
@@ -130,11 +136,17 @@ class TrajectoryStreams(Protocol):
     async def payload(self, trajectory_id: str) -> bytes | None:
         """The bytes given to `append`; None when they are gone."""
 
+    async def routed_experts(self, trajectory_id: str) -> bytes | None:
+        """The record given to `append`; None when there was none, or it is gone."""
+
     async def move(self, delivery: Delivery, consumer: str, to: StreamName, fields: Mapping[str, str]) -> bool:
         """Hand the entry over with these fields in one fenced step; False when the delivery was lost."""
 
     async def bury(self, delivery: Delivery, consumer: str, reason: str) -> bool:
-        """Move the entry to the dead letters, payload kept, and release its admission; False when it was lost."""
+        """Move the entry to the dead letters and release its admission; False when it was lost.
+
+        Payload and routed experts are kept.
+        """
 
     async def mark_consumed(self, trajectory_ids: Sequence[str]) -> None:
         """Release these from `unconsumed` (consumed but not yet settled, or dropped). Repeats change nothing."""

@@ -61,6 +61,7 @@ class MemoryStreams:
         self._numbers = itertools.count(1)
         self._streams = {name: _Stream() for name in StreamName}
         self._payloads: dict[str, bytes] = {}
+        self._routed_experts: dict[str, bytes] = {}
         self._seen: dict[int, set[str]] = {}
         self._unconsumed: set[str] = set()
         self._dead: list[DeadLetter] = []
@@ -72,7 +73,8 @@ class MemoryStreams:
     async def memory_fraction(self) -> float:
         if self._capacity is None:
             return 0.0
-        return sum(map(len, self._payloads.values())) / self._capacity
+        stored = itertools.chain(self._payloads.values(), self._routed_experts.values())
+        return sum(map(len, stored)) / self._capacity
 
     async def append(
         self,
@@ -82,6 +84,7 @@ class MemoryStreams:
         ordinal: int,
         sample: int,
         fields: Mapping[str, str],
+        routed_experts: bytes = b"",
     ) -> AppendStatus:
         slot = slot_of(ordinal, sample, self.samples)
         hour = uuid7_unix_ms(trajectory_id) // HOUR_MS
@@ -95,6 +98,8 @@ class MemoryStreams:
         self._forget_old_ids()
         self._seen.setdefault(hour, set()).add(trajectory_id)
         self._payloads[trajectory_id] = payload
+        if routed_experts:
+            self._routed_experts[trajectory_id] = routed_experts
         self._unconsumed.add(trajectory_id)
         self.dispatch.finish(slot)
         await self._add(StreamName.TRAJECTORIES, trajectory_id, fields)
@@ -153,6 +158,9 @@ class MemoryStreams:
     async def payload(self, trajectory_id: str) -> bytes | None:
         return self._payloads.get(trajectory_id)
 
+    async def routed_experts(self, trajectory_id: str) -> bytes | None:
+        return self._routed_experts.get(trajectory_id)
+
     def _take(self, delivery: Delivery, consumer: str) -> bool:
         """Remove the entry if this very delivery is still the newest one."""
         items = self._streams[delivery.stream].items
@@ -192,6 +200,7 @@ class MemoryStreams:
         owned = [delivery for delivery in deliveries if self._take(delivery, consumer)]
         for delivery in owned:
             self._payloads.pop(delivery.trajectory_id, None)
+            self._routed_experts.pop(delivery.trajectory_id, None)
             self._unconsumed.discard(delivery.trajectory_id)
         return len(owned)
 

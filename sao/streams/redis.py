@@ -92,6 +92,7 @@ class RedisStreams:
         ordinal: int,
         sample: int,
         fields: Mapping[str, str],
+        routed_experts: bytes = b"",
     ) -> AppendStatus:
         slot = slot_of(ordinal, sample, self._samples)
         names = self._keys
@@ -104,9 +105,10 @@ class RedisStreams:
             names.winners,
             names.lease_expiry,
             names.leases,
+            names.routed_experts(trajectory_id),
         ]
         with redis_errors(f"append trajectory {trajectory_id}"):
-            args: list[Arg] = [trajectory_id, payload, slot, self._seen_ttl_ms, *_flat(fields)]
+            args: list[Arg] = [trajectory_id, payload, slot, self._seen_ttl_ms, routed_experts, *_flat(fields)]
             reply: bytes = await self._scripts.run("append", keys, args)
         return AppendStatus(reply.decode())
 
@@ -122,6 +124,11 @@ class RedisStreams:
     async def payload(self, trajectory_id: str) -> bytes | None:
         with redis_errors(f"read payload {trajectory_id}"):
             reply: Any = await self._client.get(self._keys.payload(trajectory_id))
+        return None if reply is None else bytes(reply)
+
+    async def routed_experts(self, trajectory_id: str) -> bytes | None:
+        with redis_errors(f"read routed experts {trajectory_id}"):
+            reply: Any = await self._client.get(self._keys.routed_experts(trajectory_id))
         return None if reply is None else bytes(reply)
 
     async def move(self, delivery: Delivery, consumer: str, to: StreamName, fields: Mapping[str, str]) -> bool:
@@ -155,8 +162,9 @@ class RedisStreams:
         return owned
 
     async def _settle(self, stream: StreamName, deliveries: Sequence[Delivery], consumer: str, epoch: int) -> int:
-        payloads = [self._keys.payload(delivery.trajectory_id) for delivery in deliveries]
-        keys = [self._keys.stream(stream), self._keys.unconsumed, self._keys.board, *payloads]
+        keys = [self._keys.stream(stream), self._keys.unconsumed, self._keys.board]
+        for delivery in deliveries:
+            keys += [self._keys.payload(delivery.trajectory_id), self._keys.routed_experts(delivery.trajectory_id)]
         args: list[Arg] = [GROUP, consumer, epoch]
         for delivery in deliveries:
             args += [delivery.entry_id, delivery.attempt, delivery.trajectory_id]

@@ -50,6 +50,38 @@ async def test_a_repeated_id_changes_nothing_even_with_another_ordinal(stores: S
     await stores.append(1)  # the refused one did not take ordinal 1
 
 
+async def test_routed_experts_come_with_the_first_append_and_go_with_the_payload(stores: Stores) -> None:
+    streams, first, late = stores.streams, uuid7(), uuid7()
+    for trajectory_id, record in ((first, b"\x00\xff"), (first, b"again"), (late, b"late")):
+        await streams.append(trajectory_id, b"x", ordinal=0, sample=0, fields={"a": "b"}, routed_experts=record)
+    assert await streams.routed_experts(first) == b"\x00\xff"
+    assert await streams.routed_experts(late) is None, "superseded, and nothing is left of it"
+    plain = await stores.append(1)
+    assert await streams.routed_experts(plain) is None
+
+    epoch = await stores.board.new_trainer_epoch()
+    await streams.open_consumer(TRAJECTORIES, "r")
+    deliveries = await streams.read(TRAJECTORIES, "r", count=10, block_ms=0)
+    assert [dict(delivery.fields) for delivery in deliveries] == [{"a": "b"}, {"ordinal": "1"}]
+    for delivery in deliveries:
+        assert await streams.move(delivery, "r", SCORED, {})
+    assert await streams.routed_experts(first) == b"\x00\xff"
+    await streams.open_consumer(SCORED, "t")
+    scored = await streams.read(SCORED, "t", count=10, block_ms=0)
+    assert await streams.settle(scored, "t", epoch=epoch) == 2
+    assert [await streams.routed_experts(i) for i in (first, plain)] == [None, None]
+    assert [await streams.payload(i) for i in (first, plain)] == [None, None]
+
+
+async def test_a_buried_trajectory_keeps_its_routed_experts_with_its_payload(stores: Stores) -> None:
+    streams, trajectory_id = stores.streams, uuid7()
+    await streams.append(trajectory_id, b"x", ordinal=0, sample=0, fields={}, routed_experts=b"\x01")
+    await streams.open_consumer(TRAJECTORIES, "r")
+    (delivery,) = await streams.read(TRAJECTORIES, "r", count=1, block_ms=0)
+    assert await streams.bury(delivery, "r", "no use")
+    assert (await streams.payload(trajectory_id), await streams.routed_experts(trajectory_id)) == (b"x", b"\x01")
+
+
 async def test_concurrent_appends_of_one_id_make_it_durable_once(stores: Stores) -> None:
     trajectory_id = uuid7()
     appends = (stores.streams.append(trajectory_id, b"x", ordinal=0, sample=0, fields={}) for _ in range(20))

@@ -1,7 +1,7 @@
 #!lua
 -- Make one trajectory durable, release its lease, mark it unconsumed; or change nothing.
--- KEYS: stream, payload, seen bucket, unconsumed, frontier, winners, lease-expiry, leases
--- ARGV: id, payload, slot, seen time to live (ms), then field, value, ...
+-- KEYS: stream, payload, seen bucket, unconsumed, frontier, winners, lease-expiry, leases, routed experts
+-- ARGV: id, payload, slot, seen time to live (ms), routed experts (empty: none), then field, value, ...
 -- No allow-oom flag: at the memory bound the server refuses the whole script before its first line.
 local stream, payload, seen, unconsumed = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local frontier_key, winners, expiry, leases = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
@@ -12,7 +12,8 @@ local frontier = tonumber(redis.call('GET', frontier_key) or '0')
 if tonumber(slot) < frontier or redis.call('ZSCORE', winners, slot) then return 'superseded' end
 
 redis.call('SET', payload, ARGV[2])
-redis.call('XADD', stream, '*', '_id', id, unpack(ARGV, 5))
+if ARGV[5] ~= '' then redis.call('SET', KEYS[9], ARGV[5]) end
+redis.call('XADD', stream, '*', '_id', id, unpack(ARGV, 6))
 redis.call('SADD', seen, id)
 redis.call('PEXPIRE', seen, ARGV[4])
 redis.call('SADD', unconsumed, id)
