@@ -138,8 +138,8 @@ class TrainedTrajectory(google.protobuf.message.Message):
     copies: builtins.int
     """How often it counts in its update: above 1 where it fills a group for members that failed; 0 means 1."""
     routed_experts: builtins.bytes
-    """The experts that the engine routed each token to, when routing replay is on: uint8,
-    [tokens - 1, layers, experts per token]; empty otherwise.
+    """The experts that the trainer replayed, as ingest took them, when routing replay is on: uint8,
+    [tokens - 1, layers, experts per token], 255 where the trainer's own router chose; empty otherwise.
     """
     trained_under: builtins.int
     """The preference version that `reward` is under."""

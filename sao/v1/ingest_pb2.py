@@ -25,37 +25,37 @@ _sym_db = _symbol_database.Default()
 from sao.v1 import trajectory_pb2 as sao_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13sao/v1/ingest.proto\x12\x06sao.v1\x1a\x17sao/v1/trajectory.proto\"8\n\x0ePublishRequest\x12&\n\ntrajectory\x18\x01 \x01(\x0b\x32\x12.sao.v1.Trajectory\"D\n\x0fPublishResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12%\n\x06status\x18\x02 \x01(\x0e\x32\x15.sao.v1.PublishStatus\">\n\x14PublishStreamRequest\x12&\n\ntrajectory\x18\x01 \x01(\x0b\x32\x12.sao.v1.Trajectory\"}\n\x15PublishStreamResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x15.sao.v1.PublishStatusH\x00\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x14.sao.v1.PublishErrorH\x00\x42\x08\n\x06result\"E\n\x0cPublishError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"<\n\x13LeasePromptsRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nmax_leases\x18\x02 \x01(\r\"~\n\x14LeasePromptsResponse\x12#\n\x06leases\x18\x01 \x03(\x0b\x32\x13.sao.v1.PromptLease\x12)\n\tadmission\x18\x02 \x01(\x0e\x32\x16.sao.v1.AdmissionState\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"z\n\x0bPromptLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\x12\x0e\n\x06sample\x18\x03 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x12\n\nexpires_ms\x18\x05 \x01(\x03\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\x03\":\n\x12RenewLeasesRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\tlease_ids\x18\x02 \x03(\t\";\n\x13RenewLeasesResponse\x12$\n\x07renewed\x18\x01 \x03(\x0b\x32\x13.sao.v1.PromptLease*\x89\x01\n\rPublishStatus\x12\x1e\n\x1aPUBLISH_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17PUBLISH_STATUS_ACCEPTED\x10\x01\x12\x1c\n\x18PUBLISH_STATUS_DUPLICATE\x10\x02\x12\x1d\n\x19PUBLISH_STATUS_SUPERSEDED\x10\x03*\xa6\x01\n\x0e\x41\x64missionState\x12\x1f\n\x1b\x41\x44MISSION_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x44MISSION_STATE_OPEN\x10\x01\x12\x18\n\x14\x41\x44MISSION_STATE_FULL\x10\x02\x12\x1c\n\x18\x41\x44MISSION_STATE_FINISHED\x10\x03\x12!\n\x1d\x41\x44MISSION_STATE_BACK_PRESSURE\x10\x04\x32\xba\x02\n\x17TrajectoryIngestService\x12:\n\x07Publish\x12\x16.sao.v1.PublishRequest\x1a\x17.sao.v1.PublishResponse\x12P\n\rPublishStream\x12\x1c.sao.v1.PublishStreamRequest\x1a\x1d.sao.v1.PublishStreamResponse(\x01\x30\x01\x12I\n\x0cLeasePrompts\x12\x1b.sao.v1.LeasePromptsRequest\x1a\x1c.sao.v1.LeasePromptsResponse\x12\x46\n\x0bRenewLeases\x12\x1a.sao.v1.RenewLeasesRequest\x1a\x1b.sao.v1.RenewLeasesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13sao/v1/ingest.proto\x12\x06sao.v1\x1a\x17sao/v1/trajectory.proto\"P\n\x0ePublishRequest\x12&\n\ntrajectory\x18\x01 \x01(\x0b\x32\x12.sao.v1.Trajectory\x12\x16\n\x0erouted_experts\x18\x02 \x01(\x0c\"D\n\x0fPublishResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12%\n\x06status\x18\x02 \x01(\x0e\x32\x15.sao.v1.PublishStatus\"V\n\x14PublishStreamRequest\x12&\n\ntrajectory\x18\x01 \x01(\x0b\x32\x12.sao.v1.Trajectory\x12\x16\n\x0erouted_experts\x18\x02 \x01(\x0c\"}\n\x15PublishStreamResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\'\n\x06status\x18\x02 \x01(\x0e\x32\x15.sao.v1.PublishStatusH\x00\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x14.sao.v1.PublishErrorH\x00\x42\x08\n\x06result\"E\n\x0cPublishError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"<\n\x13LeasePromptsRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\nmax_leases\x18\x02 \x01(\r\"~\n\x14LeasePromptsResponse\x12#\n\x06leases\x18\x01 \x03(\x0b\x32\x13.sao.v1.PromptLease\x12)\n\tadmission\x18\x02 \x01(\x0e\x32\x16.sao.v1.AdmissionState\x12\x16\n\x0eretry_after_ms\x18\x03 \x01(\r\"z\n\x0bPromptLease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\x12\x0e\n\x06sample\x18\x03 \x01(\x05\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\x05\x12\x12\n\nexpires_ms\x18\x05 \x01(\x03\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\x03\":\n\x12RenewLeasesRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x11\n\tlease_ids\x18\x02 \x03(\t\";\n\x13RenewLeasesResponse\x12$\n\x07renewed\x18\x01 \x03(\x0b\x32\x13.sao.v1.PromptLease*\x89\x01\n\rPublishStatus\x12\x1e\n\x1aPUBLISH_STATUS_UNSPECIFIED\x10\x00\x12\x1b\n\x17PUBLISH_STATUS_ACCEPTED\x10\x01\x12\x1c\n\x18PUBLISH_STATUS_DUPLICATE\x10\x02\x12\x1d\n\x19PUBLISH_STATUS_SUPERSEDED\x10\x03*\xa6\x01\n\x0e\x41\x64missionState\x12\x1f\n\x1b\x41\x44MISSION_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41\x44MISSION_STATE_OPEN\x10\x01\x12\x18\n\x14\x41\x44MISSION_STATE_FULL\x10\x02\x12\x1c\n\x18\x41\x44MISSION_STATE_FINISHED\x10\x03\x12!\n\x1d\x41\x44MISSION_STATE_BACK_PRESSURE\x10\x04\x32\xba\x02\n\x17TrajectoryIngestService\x12:\n\x07Publish\x12\x16.sao.v1.PublishRequest\x1a\x17.sao.v1.PublishResponse\x12P\n\rPublishStream\x12\x1c.sao.v1.PublishStreamRequest\x1a\x1d.sao.v1.PublishStreamResponse(\x01\x30\x01\x12I\n\x0cLeasePrompts\x12\x1b.sao.v1.LeasePromptsRequest\x1a\x1c.sao.v1.LeasePromptsResponse\x12\x46\n\x0bRenewLeases\x12\x1a.sao.v1.RenewLeasesRequest\x1a\x1b.sao.v1.RenewLeasesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'sao.v1.ingest_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUBLISHSTATUS']._serialized_start=882
-  _globals['_PUBLISHSTATUS']._serialized_end=1019
-  _globals['_ADMISSIONSTATE']._serialized_start=1022
-  _globals['_ADMISSIONSTATE']._serialized_end=1188
+  _globals['_PUBLISHSTATUS']._serialized_start=930
+  _globals['_PUBLISHSTATUS']._serialized_end=1067
+  _globals['_ADMISSIONSTATE']._serialized_start=1070
+  _globals['_ADMISSIONSTATE']._serialized_end=1236
   _globals['_PUBLISHREQUEST']._serialized_start=56
-  _globals['_PUBLISHREQUEST']._serialized_end=112
-  _globals['_PUBLISHRESPONSE']._serialized_start=114
-  _globals['_PUBLISHRESPONSE']._serialized_end=182
-  _globals['_PUBLISHSTREAMREQUEST']._serialized_start=184
-  _globals['_PUBLISHSTREAMREQUEST']._serialized_end=246
-  _globals['_PUBLISHSTREAMRESPONSE']._serialized_start=248
-  _globals['_PUBLISHSTREAMRESPONSE']._serialized_end=373
-  _globals['_PUBLISHERROR']._serialized_start=375
-  _globals['_PUBLISHERROR']._serialized_end=444
-  _globals['_LEASEPROMPTSREQUEST']._serialized_start=446
-  _globals['_LEASEPROMPTSREQUEST']._serialized_end=506
-  _globals['_LEASEPROMPTSRESPONSE']._serialized_start=508
-  _globals['_LEASEPROMPTSRESPONSE']._serialized_end=634
-  _globals['_PROMPTLEASE']._serialized_start=636
-  _globals['_PROMPTLEASE']._serialized_end=758
-  _globals['_RENEWLEASESREQUEST']._serialized_start=760
-  _globals['_RENEWLEASESREQUEST']._serialized_end=818
-  _globals['_RENEWLEASESRESPONSE']._serialized_start=820
-  _globals['_RENEWLEASESRESPONSE']._serialized_end=879
-  _globals['_TRAJECTORYINGESTSERVICE']._serialized_start=1191
-  _globals['_TRAJECTORYINGESTSERVICE']._serialized_end=1505
+  _globals['_PUBLISHREQUEST']._serialized_end=136
+  _globals['_PUBLISHRESPONSE']._serialized_start=138
+  _globals['_PUBLISHRESPONSE']._serialized_end=206
+  _globals['_PUBLISHSTREAMREQUEST']._serialized_start=208
+  _globals['_PUBLISHSTREAMREQUEST']._serialized_end=294
+  _globals['_PUBLISHSTREAMRESPONSE']._serialized_start=296
+  _globals['_PUBLISHSTREAMRESPONSE']._serialized_end=421
+  _globals['_PUBLISHERROR']._serialized_start=423
+  _globals['_PUBLISHERROR']._serialized_end=492
+  _globals['_LEASEPROMPTSREQUEST']._serialized_start=494
+  _globals['_LEASEPROMPTSREQUEST']._serialized_end=554
+  _globals['_LEASEPROMPTSRESPONSE']._serialized_start=556
+  _globals['_LEASEPROMPTSRESPONSE']._serialized_end=682
+  _globals['_PROMPTLEASE']._serialized_start=684
+  _globals['_PROMPTLEASE']._serialized_end=806
+  _globals['_RENEWLEASESREQUEST']._serialized_start=808
+  _globals['_RENEWLEASESREQUEST']._serialized_end=866
+  _globals['_RENEWLEASESRESPONSE']._serialized_start=868
+  _globals['_RENEWLEASESRESPONSE']._serialized_end=927
+  _globals['_TRAJECTORYINGESTSERVICE']._serialized_start=1239
+  _globals['_TRAJECTORYINGESTSERVICE']._serialized_end=1553
 # @@protoc_insertion_point(module_scope)

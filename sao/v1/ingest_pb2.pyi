@@ -77,15 +77,21 @@ class PublishRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TRAJECTORY_FIELD_NUMBER: builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: builtins.int
+    routed_experts: builtins.bytes
+    """The experts that the engine routed each token to, when routing replay is on: uint8,
+    [tokens - 1, layers, experts per token], 255 where no forward of the engine covered the token; empty otherwise.
+    """
     @property
     def trajectory(self) -> sao.v1.trajectory_pb2.Trajectory: ...
     def __init__(
         self,
         *,
         trajectory: sao.v1.trajectory_pb2.Trajectory | None = ...,
+        routed_experts: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["routed_experts", b"routed_experts", "trajectory", b"trajectory"]) -> None: ...
 
 global___PublishRequest = PublishRequest
 
@@ -112,15 +118,19 @@ class PublishStreamRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     TRAJECTORY_FIELD_NUMBER: builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: builtins.int
+    routed_experts: builtins.bytes
+    """As in PublishRequest."""
     @property
     def trajectory(self) -> sao.v1.trajectory_pb2.Trajectory: ...
     def __init__(
         self,
         *,
         trajectory: sao.v1.trajectory_pb2.Trajectory | None = ...,
+        routed_experts: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["routed_experts", b"routed_experts", "trajectory", b"trajectory"]) -> None: ...
 
 global___PublishStreamRequest = PublishStreamRequest
 

@@ -112,7 +112,7 @@ class Trajectory(google.protobuf.message.Message):
     traceparent: builtins.str
     """W3C traceparent of the episode, for following one trajectory through every service."""
     routed_experts_key: builtins.str
-    """Key of the routed-experts payload, when routing replay is on; empty otherwise."""
+    """Key of the routed-experts payload, when routing replay is on; empty otherwise. Ingest sets it."""
     @property
     def prompt_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property

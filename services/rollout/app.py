@@ -9,6 +9,7 @@ import grpc.aio
 
 from sao import board as boards
 from sao.config import RunConfig
+from sao.routing import RoutingShape, replayed_routing
 from sao.tasks import load_task
 from sao.tasks.prompts import load_prompts, prompt_for
 from sao.telemetry.health import Health
@@ -39,12 +40,12 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         checkpoint = await first_checkpoint(store, board, stop)
         if checkpoint is None:
             return
-        vocab_size = vocabulary_size(checkpoint)
+        vocab_size, routing = vocabulary_size(checkpoint), replayed_routing(config, checkpoint)
         tokenizer = FileTokenizer(checkpoint / TOKENIZER_FILE)
-        engines = _engines(config, vocab_size)
+        engines = _engines(config, vocab_size, routing)
         rotation = Rotation(board, engines)
         async with open_channel(config) as channel:
-            worker, publisher = _worker(config, channel, rotation, tokenizer, health)
+            worker, publisher = _worker(config, channel, rotation, tokenizer, health, routing=routing)
             health.set_ready(True)
             try:
                 async with asyncio.TaskGroup() as group:
@@ -63,10 +64,10 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         telemetry.close()
 
 
-def _engines(config: RunConfig, vocab_size: int) -> dict[str, Engine]:
+def _engines(config: RunConfig, vocab_size: int, routing: RoutingShape | None) -> dict[str, Engine]:
     key = config.engine.api_key.get_secret_value() if config.engine.api_key else None
     named = {f"engine-{index}": url for index, url in enumerate(config.engine.urls)}
-    return {name: SGLangEngine(name, url, vocab_size, api_key=key) for name, url in named.items()}
+    return {name: SGLangEngine(name, url, vocab_size, routing=routing, api_key=key) for name, url in named.items()}
 
 
 def spool_folder(config: RunConfig) -> Path:
@@ -80,6 +81,8 @@ def _worker(
     rotation: Rotation,
     tokenizer: FileTokenizer,
     health: Health,
+    *,
+    routing: RoutingShape | None,
 ) -> tuple[Worker, Publisher]:
     rollout = config.rollout
     task = load_task(config.task.name)
@@ -99,6 +102,7 @@ def _worker(
             max_tokens=rollout.max_tokens,
             turn_timeout_s=rollout.turn_timeout_s,
         ),
+        routing=routing,
     )
     call_timeout_s = 2 * config.redis.timeout_s
     publisher = Publisher(

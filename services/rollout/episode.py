@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from sao.ids import uuid7
+from sao.routing import RoutingShape
 from sao.tasks.base import Episode, Observation, Prompt, Task
 from sao.telemetry.logs import get_logger
 from sao.threads import DaemonThreads
@@ -25,6 +26,7 @@ from sao.v1 import trajectory_pb2 as pb
 from services.rollout import metrics
 from services.rollout.engines.base import SAMPLING, EngineError, Finish, Turn
 from services.rollout.rotation import Rotation
+from services.rollout.routing import completed, extended
 
 log = get_logger(__name__)
 
@@ -55,8 +57,18 @@ class _Draft:
     segments: list[pb.Segment] = field(default_factory=list)
     timings: list[pb.TurnTiming] = field(default_factory=list)
     engine_id: str = ""
+    row_bytes: int = 0
+    """Of one token's routes; 0: they are not recorded."""
+    routes: bytes = b""
+
+    @property
+    def routed(self) -> int:
+        """Tokens whose routes are on record."""
+        return len(self.routes) // self.row_bytes if self.row_bytes else 0
 
     def act(self, turn: Turn, engine_id: str, started_s: float) -> None:
+        if self.row_bytes:
+            self.routes = extended(self.routes, turn.routed_experts, len(self.ids), turn.spans, self.row_bytes)
         spans = [pb.VersionSpan(version=span.version, start=span.start, end=span.end) for span in turn.spans]
         self.segments.append(
             pb.Segment(kind=pb.SEGMENT_KIND_ACTION, token_ids=turn.token_ids, logprobs=turn.logprobs, versions=spans)
@@ -83,7 +95,9 @@ class EpisodeRunner:
         prompt_of: Callable[[int], Prompt],
         rotation: Rotation,
         limits: EpisodeLimits,
+        routing: RoutingShape | None = None,
     ) -> None:
+        """`routing`: of the record that the engines send with each turn; None: they send none."""
         self._run = run
         self._worker_id = worker_id
         self._task = task
@@ -91,10 +105,11 @@ class EpisodeRunner:
         self._prompt_of = prompt_of
         self._rotation = rotation
         self._limits = limits
+        self._row_bytes = routing.row_bytes if routing is not None else 0
         self._threads = DaemonThreads(_ENVIRONMENT_THREADS, name="environment")
 
-    async def play(self, lease: ingest_pb2.PromptLease, attempt: int) -> pb.Trajectory:
-        """A finished trajectory for this lease.
+    async def play(self, lease: ingest_pb2.PromptLease, attempt: int) -> ingest_pb2.PublishRequest:
+        """A finished trajectory for this lease, with its routed experts where they are replayed.
 
         Raises EngineError when a turn failed (the attempt is worth nothing), UnplayableError.
         """
@@ -102,12 +117,12 @@ class EpisodeRunner:
         started = time.monotonic()
         prompt = self._prompt_of(lease.ordinal)
         environment, prompt_ids = self._begin(prompt)
-        draft = _Draft(list(prompt_ids))
+        draft = _Draft(list(prompt_ids), row_bytes=self._row_bytes)
         finish = await self._turns(draft, environment, trajectory_id)
         metrics.EPISODE_SECONDS.observe(time.monotonic() - started)
         metrics.EPISODES.labels(pb.FinishReason.Name(finish).removeprefix("FINISH_REASON_").lower()).inc()
         _count_tokens(prompt_ids, draft.segments)
-        return pb.Trajectory(
+        trajectory = pb.Trajectory(
             id=trajectory_id,
             run=self._run,
             task=self._task.name,
@@ -126,6 +141,8 @@ class EpisodeRunner:
             lease_id=lease.lease_id,
             traceparent=f"00-{uuid.UUID(trajectory_id).hex}-{uuid.uuid4().hex[:16]}-01",
         )
+        routes = completed(draft.routes, len(draft.ids), self._row_bytes)
+        return ingest_pb2.PublishRequest(trajectory=trajectory, routed_experts=routes)
 
     def _begin(self, prompt: Prompt) -> tuple[Episode, list[int]]:
         try:
@@ -178,6 +195,7 @@ class EpisodeRunner:
                     stop_token_ids=stop_token_ids,
                     rid=uuid.uuid4().hex,
                     timeout_s=limit,
+                    routes_from=draft.routed,
                 )
             except EngineError as error:
                 metrics.ENGINE_ERRORS.labels(engine.engine_id, error.kind).inc()

@@ -22,7 +22,6 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 
 from sao.telemetry.logs import get_logger
 from sao.v1 import ingest_pb2 as pb
-from sao.v1 import trajectory_pb2
 from services.rollout import metrics
 from services.rollout.folder import TrajectoryFolder
 from services.rollout.ingest_client import retry_after_s
@@ -94,18 +93,18 @@ class Publisher:
         self._metadata = metadata
         self._sleep = sleep
 
-    async def publish(self, trajectory: trajectory_pb2.Trajectory) -> PublishResult:
+    async def publish(self, request: pb.PublishRequest) -> PublishResult:
         """Offer it until the table above has an answer; AioRpcError for its last row."""
         try:
             with metrics.PUBLISH_SECONDS.time():
-                result = await self._offer(trajectory)
+                result = await self._offer(request)
         except asyncio.CancelledError:
             # The worker stops while ingest is away. If the last call did arrive, the next offer is a duplicate.
             if self._spool is not None:
-                self._spool.put(trajectory)
+                self._spool.put(request)
             raise
         if result is PublishResult.LOST and self._spool is not None:
-            self._spool.put(trajectory)
+            self._spool.put(request)
             self._count_spooled()
             result = PublishResult.SPOOLED
         metrics.PUBLISHED.labels(result.value).inc()
@@ -129,7 +128,7 @@ class Publisher:
             await self.drain_spool()
             await asyncio.sleep(period_s)
 
-    async def _offer(self, trajectory: trajectory_pb2.Trajectory) -> PublishResult:
+    async def _offer(self, request: pb.PublishRequest) -> PublishResult:
         retrying = AsyncRetrying(
             retry=retry_if_exception(again),
             wait=_pause,
@@ -139,24 +138,23 @@ class Publisher:
             reraise=True,
         )
         try:
-            return await retrying(self._call, trajectory)
+            return await retrying(self._call, request)
         except grpc.aio.AioRpcError as error:
             if again(error):
-                log.warning("ingest does not take it", trajectory=trajectory.id, error=error.details())
+                log.warning("ingest does not take it", trajectory=request.trajectory.id, error=error.details())
                 return PublishResult.LOST
             if error.code() not in _NEVER:
                 raise
-            return self._bury(trajectory, error)
+            return self._bury(request, error)
 
-    async def _call(self, trajectory: trajectory_pb2.Trajectory) -> PublishResult:
-        request = pb.PublishRequest(trajectory=trajectory)
+    async def _call(self, request: pb.PublishRequest) -> PublishResult:
         response = await self._stub.Publish(request, timeout=self._call_timeout_s, metadata=self._metadata)
         return _RESULTS[response.status]
 
-    def _bury(self, trajectory: trajectory_pb2.Trajectory, error: grpc.aio.AioRpcError) -> PublishResult:
-        path = self._dead.put(trajectory, f"{error.code().name}: {error.details()}")
+    def _bury(self, request: pb.PublishRequest, error: grpc.aio.AioRpcError) -> PublishResult:
+        path = self._dead.put(request, f"{error.code().name}: {error.details()}")
         metrics.DEAD.labels(error.code().name).inc()
-        log.error("trajectory is dead", trajectory=trajectory.id, file=str(path), reason=error.details())
+        log.error("trajectory is dead", trajectory=request.trajectory.id, file=str(path), reason=error.details())
         return PublishResult.DEAD
 
     def _count_spooled(self) -> None:

@@ -158,7 +158,7 @@ class Worker:
         lease = held.lease
         for number in range(ATTEMPTS):
             try:
-                trajectory = await self._runner.play(lease, lease.attempt + number)
+                request = await self._runner.play(lease, lease.attempt + number)
             except EngineError as error:
                 metrics.ATTEMPTS_FAILED.labels(error.kind).inc()
                 log.warning("attempt failed", lease=lease.lease_id, ordinal=lease.ordinal, error=str(error))
@@ -169,9 +169,9 @@ class Worker:
                 metrics.ATTEMPTS_FAILED.labels("unplayable").inc()
                 log.exception("prompt can't be played", lease=lease.lease_id, ordinal=lease.ordinal)
                 return
-            self._repeats.see(trajectory)
+            self._repeats.see(request.trajectory)
             held.publishing = True
-            result = await self._publisher.publish(trajectory)
+            result = await self._publisher.publish(request)
             if result not in _FAILED:
                 self._health.progress()
             return

@@ -11,6 +11,7 @@ from uuid import uuid4
 import httpx
 import pytest
 
+from sao.routing import RoutingShape
 from services.rollout.engines.base import (
     Engine,
     EngineAbortedError,
@@ -25,6 +26,8 @@ from tests.conftest import EngineServer
 from tests.support.waiting import eventually
 
 VOCAB = 32
+ROUTING = RoutingShape(layers=2, experts=4, per_token=2)
+"""Of tests/support/tiny_checkpoint.py."""
 PROMPT = [1, 8, 9, 10]
 
 
@@ -32,6 +35,9 @@ class Rig(Protocol):
     """An engine, and what only a test does to it."""
 
     engine: Engine
+    """Gives the routes of the model below with each turn."""
+    unrouted: Engine
+    """The same server, asked for none."""
     launched: str
     """The version it starts with."""
 
@@ -51,8 +57,9 @@ class Rig(Protocol):
 class MemoryRig:
     def __init__(self) -> None:
         self.launched = "initial"
-        self.twin = MemoryEngine("engine-0", VOCAB, version=self.launched)
+        self.twin = MemoryEngine("engine-0", VOCAB, version=self.launched, routing=ROUTING)
         self.engine: Engine = self.twin
+        self.unrouted: Engine = MemoryEngine("engine-0", VOCAB, version=self.launched)
 
     async def pause(self) -> None:
         self.twin.pause()
@@ -75,7 +82,8 @@ class MemoryRig:
 class SGLangRig:
     def __init__(self, url: str, launched: str, http: httpx.AsyncClient) -> None:
         self.launched = launched
-        self.engine: Engine = SGLangEngine("engine-0", url, VOCAB)
+        self.engine: Engine = SGLangEngine("engine-0", url, VOCAB, routing=ROUTING)
+        self.unrouted: Engine = SGLangEngine("engine-0", url, VOCAB)
         self._http = http
 
     async def _post(self, path: str, **body: object) -> None:
@@ -117,6 +125,7 @@ async def sglang_rig(url: str) -> AsyncIterator[SGLangRig]:
             await rig.resume()
             await rig.set_version(launched)
             await rig.engine.close()
+            await rig.unrouted.close()
 
 
 @pytest.fixture(params=["memory", pytest.param("sglang", marks=[pytest.mark.engine, pytest.mark.timeout(400)])])
@@ -137,9 +146,15 @@ async def generate(
     stops: list[int] | None = None,
     rid: str | None = None,
     timeout_s: float = 60.0,
+    routes_from: int = 0,
 ) -> Turn:
     return await rig.engine.generate(
-        prompt, max_new_tokens=new, stop_token_ids=stops or [], rid=rid or uuid4().hex, timeout_s=timeout_s
+        prompt,
+        max_new_tokens=new,
+        stop_token_ids=stops or [],
+        rid=rid or uuid4().hex,
+        timeout_s=timeout_s,
+        routes_from=routes_from,
     )
 
 
@@ -155,6 +170,31 @@ def check(turn: Turn, version: str) -> None:
 async def test_a_turn_is_whole_and_names_its_version(rig: Rig) -> None:
     await rig.set_version("v00000007")
     check(await generate(rig), "v00000007")
+
+
+async def test_routes_cover_prompt_and_answer_but_for_the_last_token(rig: Rig) -> None:
+    turn = await generate(rig)
+    assert ROUTING.problem(turn.routed_experts, len(PROMPT) + len(turn.token_ids) - 1) == ""
+    pairs = zip(turn.routed_experts[::2], turn.routed_experts[1::2], strict=True)
+    assert all(one != other for one, other in pairs), "a token goes to different experts"
+    prompt = (len(PROMPT) - 1) * ROUTING.row_bytes
+    again = await generate(rig)  # its prefix is cached by now
+    assert again.routed_experts[:prompt] == turn.routed_experts[:prompt]
+
+
+async def test_routes_that_are_known_already_are_left_out(rig: Rig) -> None:
+    first = await generate(rig, new=4)
+    ids = [*PROMPT, *first.token_ids, 9, 10]
+    known = len(PROMPT) + len(first.token_ids) - 1
+    rest = await generate(rig, ids, new=1, routes_from=known)
+    whole = await generate(rig, ids, new=1)
+    assert ROUTING.problem(rest.routed_experts, len(ids) - known) == ""
+    assert first.routed_experts + rest.routed_experts == whole.routed_experts
+
+
+async def test_an_engine_that_was_not_made_for_routes_gives_none(rig: Rig) -> None:
+    turn = await rig.unrouted.generate(PROMPT, max_new_tokens=2, stop_token_ids=[], rid=uuid4().hex, timeout_s=60)
+    assert turn.routed_experts == b""
 
 
 async def test_the_first_stop_token_ends_the_turn_and_belongs_to_it(rig: Rig) -> None:

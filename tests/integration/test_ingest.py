@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import grpc.aio
@@ -19,7 +20,7 @@ from sao.v1 import ingest_pb2 as pb
 from sao.v1 import trajectory_pb2
 from services.rollout.ingest_client import retry_after_s
 from tests.support.ingest import Ingest, announce, memory_ingest
-from tests.support.trajectories import bad, good
+from tests.support.trajectories import ROUTING, bad, good, routed_experts
 from tests.support.waiting import eventually
 
 
@@ -66,6 +67,76 @@ async def test_an_accepted_trajectory_is_durable_byte_for_byte(ingest: Ingest) -
     payload = await ingest.streams.payload(message.id)
     assert payload is not None
     assert Trajectory.from_bytes(payload).message == message
+
+
+async def test_routed_experts_are_stored_beside_the_trajectory_that_names_them() -> None:
+    rng = random.Random(0)
+    async with memory_ingest("trainer.routing_replay=true") as ingest:
+        first, repeated, superseded = (good(rng, ingest.limits, ordinal=7) for _ in range(3))
+        repeated.id = first.id
+        requests = [
+            pb.PublishStreamRequest(trajectory=message, routed_experts=routed_experts(rng, message, ROUTING))
+            for message in (first, repeated, superseded)
+        ]
+        responses = [response async for response in ingest.stub.PublishStream(iter(requests), timeout=10)]
+        payload = await ingest.streams.payload(first.id)
+        record = await ingest.streams.routed_experts(first.id)
+        left_behind = await ingest.streams.routed_experts(superseded.id)
+    assert [response.status for response in responses] == [
+        pb.PUBLISH_STATUS_ACCEPTED,
+        pb.PUBLISH_STATUS_DUPLICATE,
+        pb.PUBLISH_STATUS_SUPERSEDED,
+    ]
+    assert payload is not None
+    assert Trajectory.from_bytes(payload).message.routed_experts_key == f"routed-experts:{first.id}"
+    assert (record, left_behind) == (requests[0].routed_experts, None)
+
+
+async def test_a_key_of_routed_experts_that_did_not_come_is_not_believed(ingest: Ingest) -> None:
+    message = good(random.Random(0), ingest.limits)
+    message.routed_experts_key = "routed-experts:elsewhere"
+    await publish(ingest, message)
+    payload = await ingest.streams.payload(message.id)
+    assert payload is not None
+    assert not Trajectory.from_bytes(payload).message.routed_experts_key
+
+
+@pytest.mark.parametrize(
+    ("replay", "damage", "text"),
+    [
+        ("true", lambda record: record[:-1], "routed_experts: .* bytes, expected"),
+        ("true", lambda record: record + record[:4], "routed_experts: .* bytes, expected"),
+        ("true", lambda _: b"", "routed_experts: 0 bytes, expected"),
+        ("true", lambda record: b"\x04" + record[1:], "routed_experts: holds expert 4, expected ids below 4, or 255"),
+        ("false", lambda record: record, "routed_experts: .* expected none: trainer.routing_replay is off"),
+    ],
+)
+async def test_a_record_of_routed_experts_that_does_not_fit_is_refused_by_name(
+    replay: str, damage: Callable[[bytes], bytes], text: str
+) -> None:
+    rng = random.Random(0)
+    async with memory_ingest(f"trainer.routing_replay={replay}") as ingest:
+        message = good(rng, ingest.limits)
+        request = pb.PublishRequest(trajectory=message, routed_experts=damage(routed_experts(rng, message, ROUTING)))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ingest.stub.Publish(request, timeout=10)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert re.search(text, refused.value.details() or "")
+        assert await ingest.streams.routed_experts(message.id) is None
+        assert (await ingest.streams.depth(StreamName.TRAJECTORIES)).length == 0
+
+
+async def test_trajectory_and_routed_experts_together_have_one_limit_of_size() -> None:
+    rng = random.Random(0)
+    async with memory_ingest("trainer.routing_replay=true") as ingest:
+        message = good(rng, ingest.limits)
+        record = routed_experts(rng, message, ROUTING)
+        message.task_payload_json = '{"x": "' + "x" * (2**20 - message.ByteSize() - 20) + '"}'
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ingest.stub.Publish(pb.PublishRequest(trajectory=message, routed_experts=record), timeout=10)
+    assert message.ByteSize() <= 2**20 < message.ByteSize() + len(record)
+    assert "too_large: " in (refused.value.details() or "")
+    assert "with its routed experts" in (refused.value.details() or "")
 
 
 async def test_a_repeated_id_answers_duplicate_and_changes_nothing(ingest: Ingest) -> None:

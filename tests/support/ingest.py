@@ -17,7 +17,7 @@ from services.rollout.ingest.app import limits_for, make_server, make_servicer
 from services.rollout.ingest.leases.base import LeaseLedger
 from services.rollout.ingest.leases.memory import MemoryLeaseLedger
 from services.rollout.ingest_client import call_metadata, make_stub, open_channel
-from tests.support.trajectories import VERSIONS
+from tests.support.trajectories import ROUTING, VERSIONS
 
 if TYPE_CHECKING:
     from services.rollout.ingest_client import Stub
@@ -54,7 +54,7 @@ async def serving(
     """The ingest on a free port, open unless told otherwise, with VERSIONS on the board."""
     await announce(board, *VERSIONS)
     servicer = make_servicer(config, streams=streams, board=board, ledger=ledger)
-    limits = limits_for(config, VOCAB)
+    limits = limits_for(config, VOCAB, ROUTING if config.trainer.routing_replay else None)
     if opened:
         servicer.open(limits)
     server, port = make_server(config, servicer)

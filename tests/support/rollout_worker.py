@@ -12,6 +12,7 @@ from typing import cast
 
 from sao.board.base import Board, EngineFacts, EngineState
 from sao.preference import PreferenceDocument
+from sao.routing import RoutingShape
 from sao.tasks.base import Episode, Observation, Prompt, Task
 from sao.telemetry.health import Health
 from sao.tokenizer import Tokenizer
@@ -102,6 +103,7 @@ def make_runner(
     task: Task | None = None,
     limits: EpisodeLimits = LIMITS,
     run: str = "run",
+    routing: RoutingShape | None = None,
 ) -> EpisodeRunner:
     return EpisodeRunner(
         run=run,
@@ -111,6 +113,7 @@ def make_runner(
         prompt_of=prompt_of,
         rotation=rotation,
         limits=limits,
+        routing=routing,
     )
 
 

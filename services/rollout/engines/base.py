@@ -8,6 +8,8 @@ Invariants every implementation keeps, and tests/contract/test_engines.py checks
   end-of-sequence token. LENGTH: it has exactly `max_new_tokens` tokens.
 - **Bad ids never leave.** A prompt with an id outside the vocabulary is refused before it is sent: one such id
   ends a real SGLang server (docs/engine.md).
+- **Routes come with the turn** of an engine that was made with a `RoutingShape`: the experts that each token of prompt
+  and answer but the last was sent to, also where the prompt's prefix was cached. Without one there are none.
 - **Every call ends** within `timeout_s`, by a Turn or by an EngineError.
 
 Sampling is the whole distribution at temperature 1 (`SAMPLING`); nothing else is trainable.
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol
 
+from sao.routing import NO_RECORD, RoutingShape
 from sao.v1 import trajectory_pb2 as pb
 
 SAMPLING = pb.SamplingConfig(temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, repetition_penalty=1.0)
@@ -53,6 +56,8 @@ class Turn:
     finish: Finish
     engine_s: float
     """Wall time between request and answer, pauses included."""
+    routed_experts: bytes = b""
+    """uint8 [prompt + answer - 1 - routes_from, layers, experts per token], as the engine computed them last."""
 
     @property
     def versions(self) -> frozenset[str]:
@@ -94,7 +99,7 @@ class EngineRefusedError(EngineError):
 
 
 class EngineOutputError(EngineError):
-    """The answer can't be trained on: null log-probs (weights hold NaN), missing versions, unequal lengths."""
+    """The answer can't be trained on: null log-probs (weights hold NaN), missing versions or routes."""
 
     kind = "output"
 
@@ -112,8 +117,12 @@ class Engine(Protocol):
         stop_token_ids: Sequence[int],
         rid: str,
         timeout_s: float,
+        routes_from: int = 0,
     ) -> Turn:
-        """Sample one turn after `input_ids`. `rid`: 32 hexadecimal digits, never used before. Raises EngineError."""
+        """Sample one turn after `input_ids`. `rid`: 32 hexadecimal digits, never used before. Raises EngineError.
+
+        `routes_from`: the first token whose route is wanted, where routes are; earlier ones are known already.
+        """
 
     async def close(self) -> None: ...
 
@@ -127,6 +136,16 @@ def check_prompt(engine_id: str, input_ids: Sequence[int], vocab_size: int) -> N
         found = low if low < 0 else high
         text = f"prompt holds id {found}, expected 0 <= id < {vocab_size}; not sent, it would end the server"
         raise EngineRefusedError(engine_id, text)
+
+
+def check_routes(engine_id: str, turn: Turn, first: int, prompt_tokens: int, routing: RoutingShape) -> Turn:
+    """The turn itself when its routes, from token `first` on, are whole; EngineOutputError otherwise."""
+    problem = routing.problem(turn.routed_experts, prompt_tokens + len(turn.token_ids) - 1 - first)
+    if not problem and NO_RECORD in turn.routed_experts:
+        problem = f"holds {NO_RECORD}, expected an expert for every token"
+    if problem:
+        raise EngineOutputError(engine_id, f"routed experts: {problem}")
+    return turn
 
 
 def check_turn(engine_id: str, turn: Turn, *, max_new_tokens: int, vocab_size: int) -> Turn:

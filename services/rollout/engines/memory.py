@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+from sao.routing import RoutingShape
 from services.rollout.engines.base import (
     EngineAbortedError,
     EngineError,
@@ -17,6 +20,7 @@ from services.rollout.engines.base import (
     Span,
     Turn,
     check_prompt,
+    check_routes,
     check_turn,
 )
 
@@ -41,6 +45,7 @@ class MemoryEngine:
         policy: Policy | None = None,
         version: str = "v00000000",
         seed: int = 0,
+        routing: RoutingShape | None = None,
     ) -> None:
         self.engine_id = engine_id
         self.version = version
@@ -51,6 +56,7 @@ class MemoryEngine:
         """Every prompt taken, in order."""
         self._vocab_size = vocab_size
         self._policy = policy or uniform(vocab_size)
+        self._routing = routing
         self._random = random.Random(seed)  # noqa: S311 - sampling, not a secret
         self._open = asyncio.Event()
         self._open.set()
@@ -75,6 +81,7 @@ class MemoryEngine:
         stop_token_ids: Sequence[int],
         rid: str,
         timeout_s: float,
+        routes_from: int = 0,
     ) -> Turn:
         check_prompt(self.engine_id, input_ids, self._vocab_size)
         if rid in self.running:
@@ -91,10 +98,21 @@ class MemoryEngine:
             raise EngineTimeoutError(self.engine_id, f"turn {rid}: no answer within {timeout_s:g} s") from None
         finally:
             self.running.discard(rid)
-        return check_turn(self.engine_id, turn, max_new_tokens=max_new_tokens, vocab_size=self._vocab_size)
+        check_turn(self.engine_id, turn, max_new_tokens=max_new_tokens, vocab_size=self._vocab_size)
+        if self._routing is None:
+            return turn
+        routes = self._routes([*input_ids, *turn.token_ids[:-1]], self._routing)
+        turn = replace(turn, routed_experts=routes[routes_from * self._routing.row_bytes :])
+        return check_routes(self.engine_id, turn, routes_from, len(input_ids), self._routing)
 
     async def close(self) -> None:
         return
+
+    def _routes(self, tokens: Sequence[int], shape: RoutingShape) -> bytes:
+        """Of every token under the present version: a retracted turn is computed again as a whole."""
+        draws = (random.Random(f"{self.version}/{place}/{token}") for place, token in enumerate(tokens))  # noqa: S311
+        layers = (draw.sample(range(shape.experts), shape.per_token) for draw in draws for _ in range(shape.layers))
+        return bytes(itertools.chain.from_iterable(layers))
 
     async def _sample(
         self, prompt: Sequence[int], max_new_tokens: int, stops: frozenset[int], rid: str, started: float

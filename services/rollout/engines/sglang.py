@@ -8,12 +8,14 @@ client has given up still runs until it is aborted by its rid. `ignore_eos` stay
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Mapping, Sequence
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from sao.routing import RoutingShape
 from services.rollout.engines.base import (
     SAMPLING,
     EngineAbortedError,
@@ -25,6 +27,7 @@ from services.rollout.engines.base import (
     Span,
     Turn,
     check_prompt,
+    check_routes,
     check_turn,
 )
 
@@ -49,6 +52,7 @@ class _Meta(BaseModel):
     finish_reason: _FinishReason | None = None
     weight_versions: list[_Span] = []
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    routed_experts: str | None = None
 
 
 class _Answer(BaseModel):
@@ -65,12 +69,14 @@ class SGLangEngine:
         url: str,
         vocab_size: int,
         *,
+        routing: RoutingShape | None = None,
         api_key: str | None = None,
         connections: int = 256,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.engine_id = engine_id
         self._vocab_size = vocab_size
+        self._routing = routing
         self._client = httpx.AsyncClient(
             base_url=url.rstrip("/"),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -90,6 +96,7 @@ class SGLangEngine:
         stop_token_ids: Sequence[int],
         rid: str,
         timeout_s: float,
+        routes_from: int = 0,
     ) -> Turn:
         check_prompt(self.engine_id, input_ids, self._vocab_size)
         body = {
@@ -108,6 +115,8 @@ class SGLangEngine:
                 "presence_penalty": SAMPLING.presence_penalty,
             },
         }
+        if self._routing is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
         started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
@@ -121,7 +130,10 @@ class SGLangEngine:
         if response.status_code != httpx.codes.OK:
             raise self._refusal(rid, response)
         turn = self._turn(rid, response, time.monotonic() - started)
-        return check_turn(self.engine_id, turn, max_new_tokens=max_new_tokens, vocab_size=self._vocab_size)
+        check_turn(self.engine_id, turn, max_new_tokens=max_new_tokens, vocab_size=self._vocab_size)
+        if self._routing is None:
+            return turn
+        return check_routes(self.engine_id, turn, routes_from, len(input_ids), self._routing)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -147,7 +159,21 @@ class SGLangEngine:
         if [token for _, token, _ in meta.output_token_logprobs] != answer.output_ids:
             raise EngineOutputError(self.engine_id, f"turn {rid}: log-probs belong to other ids than output_ids")
         spans = [Span(span.version, span.start, span.end) for span in meta.weight_versions]
-        return Turn(answer.output_ids, logprobs, spans, Finish(reason.type), engine_s)
+        routes = b"" if self._routing is None else self._routes(rid, meta.routed_experts)
+        return Turn(answer.output_ids, logprobs, spans, Finish(reason.type), engine_s, routes)
+
+    def _routes(self, rid: str, encoded: str | None) -> bytes:
+        """One byte for each of the int32 ids."""
+        if encoded is None:
+            text = f"turn {rid}: no routed experts: start the server with --enable-return-routed-experts"
+            raise EngineOutputError(self.engine_id, text)
+        try:
+            raw = base64.b64decode(encoded, validate=True)
+        except ValueError as error:
+            raise EngineOutputError(self.engine_id, f"turn {rid}: routed experts are no base64: {error}") from error
+        if any(raw[byte::4].strip(b"\0") for byte in (1, 2, 3)):
+            raise EngineOutputError(self.engine_id, f"turn {rid}: routed experts hold ids outside 0..255")
+        return raw[::4]
 
     def _refusal(self, rid: str, response: httpx.Response) -> EngineUnavailableError | EngineRefusedError:
         text = f"turn {rid}: HTTP {response.status_code}: {error_text(response)}"

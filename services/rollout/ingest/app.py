@@ -13,6 +13,7 @@ from sao import streams as trajectory_streams
 from sao.board.base import Board
 from sao.config import RunConfig
 from sao.invariants import Limits
+from sao.routing import RoutingShape, replayed_routing
 from sao.streams.base import StreamUnavailableError, TrajectoryStreams
 from sao.telemetry.health import Health
 from sao.telemetry.http import TelemetryServer
@@ -53,7 +54,8 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         store = FileSystemVersionStore(config.versions_dir, min_free_bytes=0)
         checkpoint = await first_checkpoint(store, board, stop)
         if checkpoint is not None:
-            servicer.open(limits_for(config, vocabulary_size(checkpoint)))
+            routing = replayed_routing(config, checkpoint)
+            servicer.open(limits_for(config, vocabulary_size(checkpoint), routing))
             await _watch(streams, ledger, health, stop)
         await server.stop(_GRACE_S)
     finally:
@@ -63,7 +65,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         telemetry.close()
 
 
-def limits_for(config: RunConfig, vocab_size: int) -> Limits:
+def limits_for(config: RunConfig, vocab_size: int, routing: RoutingShape | None = None) -> Limits:
     """What this run accepts."""
     return Limits(
         run=config.run.name,
@@ -72,6 +74,7 @@ def limits_for(config: RunConfig, vocab_size: int) -> Limits:
         max_bytes=config.ingest.max_message_mb * _MIB,
         logprob_tolerance=config.ingest.logprob_tolerance,
         samples=config.samples,
+        routing=routing,
     )
 
 

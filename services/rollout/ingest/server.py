@@ -19,8 +19,14 @@ import grpc.aio
 
 from sao.config import RunConfig
 from sao.ids import uuid7_unix_ms
-from sao.invariants import Limits, unknown_versions, violations
-from sao.streams.base import AppendStatus, StreamFullError, StreamUnavailableError, TrajectoryStreams
+from sao.invariants import Limits, routing_violations, unknown_versions, violations
+from sao.streams.base import (
+    AppendStatus,
+    StreamFullError,
+    StreamUnavailableError,
+    TrajectoryStreams,
+    routed_experts_key,
+)
 from sao.telemetry.logs import get_logger
 from sao.v1 import ingest_pb2 as pb
 from sao.v1 import ingest_pb2_grpc, trajectory_pb2
@@ -32,6 +38,7 @@ from services.rollout.ingest.leases.base import Lease, LeaseLedger
 log = get_logger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_Request = pb.PublishRequest | pb.PublishStreamRequest
 
 RETRY_AFTER_MS = "retry-after-ms"
 _BUSY_RETRY_MS = 500
@@ -83,7 +90,7 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
 
     async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:  # noqa: N802
         try:
-            status = await self._publish(request.trajectory)
+            status = await self._publish(request)
         except RefusedError as refusal:
             await _abort(context, refusal)
         return pb.PublishResponse(id=request.trajectory.id, status=status)
@@ -92,14 +99,14 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
         self, request_iterator: AsyncIterator[pb.PublishStreamRequest], _context: Context
     ) -> AsyncIterator[pb.PublishStreamResponse]:
         async for request in request_iterator:
-            trajectory = request.trajectory
+            trajectory_id = request.trajectory.id
             try:
-                yield pb.PublishStreamResponse(id=trajectory.id, status=await self._publish(trajectory))
+                yield pb.PublishStreamResponse(id=trajectory_id, status=await self._publish(request))
             except RefusedError as refusal:
                 error = pb.PublishError(
                     code=refusal.code.value[0], message=str(refusal), retry_after_ms=refusal.retry_after_ms
                 )
-                yield pb.PublishStreamResponse(id=trajectory.id, error=error)
+                yield pb.PublishStreamResponse(id=trajectory_id, error=error)
 
     async def LeasePrompts(self, request: pb.LeasePromptsRequest, context: Context) -> pb.LeasePromptsResponse:  # noqa: N802
         try:
@@ -121,10 +128,11 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
         metrics.LEASES.labels("lost").inc(len(request.lease_ids) - len(renewed))
         return pb.RenewLeasesResponse(renewed=map(_message, renewed))
 
-    async def _publish(self, trajectory: trajectory_pb2.Trajectory) -> pb.PublishStatus.ValueType:
+    async def _publish(self, request: _Request) -> pb.PublishStatus.ValueType:
+        trajectory = request.trajectory
         try:
             with metrics.PUBLISH_SECONDS.time():
-                status = await self._accept(trajectory)
+                status = await self._accept(trajectory, request.routed_experts)
         except RefusedError as refusal:
             metrics.TRAJECTORIES.labels(refusal.label).inc()
             log.warning("trajectory refused", trajectory=trajectory.id, why=refusal.label, text=str(refusal))
@@ -136,29 +144,34 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
         log.info("trajectory published", trajectory=trajectory.id, ordinal=trajectory.ordinal, status=status.value)
         return _STATUS[status]
 
-    async def _accept(self, trajectory: trajectory_pb2.Trajectory) -> AppendStatus:
+    async def _accept(self, trajectory: trajectory_pb2.Trajectory, routed_experts: bytes) -> AppendStatus:
         limits = self._serving()
         try:
-            await self._validate(trajectory, limits)
+            await self._validate(trajectory, routed_experts, limits)
             used = await self._admission.back_pressure()
             if used is not None:
                 text = f"stream store is {used:.0%} full, the mark is {self._config.redis.back_pressure_at:.0%}"
                 raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "back_pressure", text, _BUSY_RETRY_MS)
+            trajectory.routed_experts_key = routed_experts_key(trajectory.id) if routed_experts else ""
             return await self._streams.append(
                 trajectory.id,
                 trajectory.SerializeToString(),
                 ordinal=trajectory.ordinal,
                 sample=trajectory.sample,
                 fields={"task": trajectory.task, "ordinal": str(trajectory.ordinal)},
+                routed_experts=routed_experts,
             )
         except (StreamUnavailableError, StreamFullError) as error:
             raise _store_refusal(error) from error
 
-    async def _validate(self, trajectory: trajectory_pb2.Trajectory, limits: Limits) -> None:
+    async def _validate(self, trajectory: trajectory_pb2.Trajectory, routed_experts: bytes, limits: Limits) -> None:
         known = self._known.names
         if unknown_versions(trajectory, known):
             known = await self._known.refresh()
-        found = violations(trajectory, limits, known)
+        found = [
+            *violations(trajectory, limits, known),
+            *routing_violations(trajectory, routed_experts, limits),
+        ]
         if found:
             for violation in found:
                 metrics.VIOLATIONS.labels(violation.code.value).inc()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import pytest
 
 from sao.board.memory import MemoryBoard
-from sao.invariants import violations
+from sao.invariants import routing_violations, violations
+from sao.routing import NO_RECORD, RoutingShape
 from sao.tasks.base import Episode, Observation, Prompt
 from sao.tokenizer import Tokenizer
 from sao.v1 import ingest_pb2
@@ -22,7 +25,7 @@ from services.rollout.rotation import Rotation
 from tests.support.ingest import VOCAB
 from tests.support.rollout_worker import LIMITS, STOP, CountTask, make_runner, write_engine
 from tests.support.trajectories import LIMITS as ACCEPTED
-from tests.support.trajectories import VERSIONS
+from tests.support.trajectories import ROUTING, VERSIONS
 
 ACT, OBS = pb.SEGMENT_KIND_ACTION, pb.SEGMENT_KIND_OBSERVATION
 
@@ -63,21 +66,68 @@ class ScriptedTask(CountTask):
         return Scripted()  # type: ignore[return-value]
 
 
-async def runner(engine: MemoryEngine, task: CountTask | None = None, limits: EpisodeLimits = LIMITS) -> EpisodeRunner:
+async def runner(
+    engine: MemoryEngine,
+    task: CountTask | None = None,
+    limits: EpisodeLimits = LIMITS,
+    routing: RoutingShape | None = None,
+) -> EpisodeRunner:
     board = MemoryBoard()
-    await write_engine(board, "engine-0")
+    await write_engine(board, "engine-0", verified=VERSIONS)
     rotation = Rotation(board, {"engine-0": engine})
     await rotation.refresh()
-    return make_runner(rotation, task=task, limits=limits)
+    return make_runner(rotation, task=task, limits=limits, routing=routing)
 
 
 async def play(
     engine: MemoryEngine, task: CountTask | None = None, limits: EpisodeLimits = LIMITS, *, ordinal: int = 0
 ) -> pb.Trajectory:
     lease = ingest_pb2.PromptLease(lease_id="7-3", ordinal=ordinal, attempt=3)
-    message = await (await runner(engine, task, limits)).play(lease, attempt=3)
-    assert violations(message, ACCEPTED, VERSIONS) == []
-    return message
+    request = await (await runner(engine, task, limits)).play(lease, attempt=3)
+    assert violations(request.trajectory, ACCEPTED, VERSIONS) == []
+    assert request.routed_experts == b""
+    return request.trajectory
+
+
+async def test_an_episode_of_several_turns_brings_the_routes_of_all_of_it() -> None:
+    engine = stops_after(3)
+    engine._routing = ROUTING
+    task = ScriptedTask([1] * 4, Observation([3, 4], done=False), Observation([6] * 5, done=True))
+    lease = ingest_pb2.PromptLease(lease_id="7-3", attempt=1)
+    request = await (await runner(engine, task, routing=ROUTING)).play(lease, attempt=1)
+
+    message = request.trajectory
+    assert shape(message) == [(ACT, 3), (OBS, 2), (ACT, 3), (OBS, 5)]
+    assert routing_violations(message, request.routed_experts, replace(ACCEPTED, routing=ROUTING)) == []
+    tokens = list(itertools.chain(message.prompt_token_ids, *(segment.token_ids for segment in message.segments)))
+    seen = 4 + 3 + 2 + 3 - 1  # the last action token and the observation after it were never read
+    assert request.routed_experts[: seen * ROUTING.row_bytes] == engine._routes(tokens[:seen], ROUTING)
+    assert set(request.routed_experts[seen * ROUTING.row_bytes :]) == {NO_RECORD}
+
+
+async def test_routes_that_weights_of_a_version_before_chose_are_not_on_record() -> None:
+    sampled = 0
+
+    def policy(_: Sequence[int]) -> Mapping[int, float]:
+        nonlocal sampled
+        sampled += 1
+        if sampled == 3:
+            engine.version = VERSIONS[1]
+        return {STOP: 1.0} if sampled == 5 else {5: 1.0}
+
+    engine = MemoryEngine("engine-0", VOCAB, policy=policy, version=VERSIONS[0], routing=ROUTING)
+    lease = ingest_pb2.PromptLease(lease_id="7-3", attempt=1)
+    task = ScriptedTask([1] * 4, Observation([], done=True))
+    request = await (await runner(engine, task, routing=ROUTING)).play(lease, attempt=1)
+
+    (action,) = request.trajectory.segments
+    assert [(span.version, span.start, span.end) for span in action.versions] == [
+        (VERSIONS[0], 0, 2),
+        (VERSIONS[1], 2, 5),
+    ]
+    rows = [request.routed_experts[i : i + ROUTING.row_bytes] for i in range(0, len(request.routed_experts), 4)]
+    lost = [row == bytes([NO_RECORD] * ROUTING.row_bytes) for row in rows]
+    assert lost == [False] * 3 + [True] * 2 + [False] * 3
 
 
 def shape(message: pb.Trajectory) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ import pytest
 
 from sao.board.memory import MemoryBoard
 from sao.config import load_run_config
+from sao.v1.ingest_pb2 import PublishRequest
 from sao.weights.memory import MemoryVersionStore
 from services.rollout.app import spool_folder
 from services.rollout.checkpoint import first_checkpoint, vocabulary_size
@@ -43,13 +44,14 @@ async def test_waiting_for_the_first_version_ends_when_the_service_is_stopped() 
 def test_a_folder_gives_back_what_was_put_oldest_first(tmp_path: Path) -> None:
     folder = TrajectoryFolder(tmp_path / "new")
     assert folder.ids() == []
-    messages = [good(random.Random(number)) for number in range(3)]
-    for message in messages:
-        folder.put(message)
-    assert sorted(folder.ids()) == folder.ids() == sorted(message.id for message in messages)
-    assert folder.get(messages[1].id) == messages[1]
-    folder.remove(messages[1].id)
-    folder.remove(messages[1].id)
+    requests = [PublishRequest(trajectory=good(random.Random(n)), routed_experts=bytes([n])) for n in range(3)]
+    for request in requests:
+        folder.put(request)
+    ids = [request.trajectory.id for request in requests]
+    assert folder.ids() == sorted(ids)
+    assert folder.get(ids[1]) == requests[1]
+    folder.remove(ids[1])
+    folder.remove(ids[1])
     assert len(folder.ids()) == 2
     assert not list((tmp_path / "new").glob("*.tmp"))
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import struct
 from typing import Any
 from uuid import uuid4
 
 import httpx
 import pytest
 
+from sao.routing import RoutingShape
 from services.rollout.engines.base import (
     EngineAbortedError,
     EngineError,
@@ -38,7 +41,11 @@ def with_meta(**changes: object) -> dict[str, Any]:
     return GOOD | {"meta_info": GOOD["meta_info"] | changes}
 
 
-async def ask(answer: httpx.Response | httpx.TransportError, requests: list[httpx.Request] | None = None) -> Turn:
+async def ask(
+    answer: httpx.Response | httpx.TransportError,
+    requests: list[httpx.Request] | None = None,
+    routing: RoutingShape | None = None,
+) -> Turn:
     def respond(request: httpx.Request) -> httpx.Response:
         if requests is not None:
             requests.append(request)
@@ -46,9 +53,12 @@ async def ask(answer: httpx.Response | httpx.TransportError, requests: list[http
             raise answer
         return answer
 
-    engine = SGLangEngine("engine-0", "http://engine/", 32, transport=httpx.MockTransport(respond), api_key="secret")
+    transport = httpx.MockTransport(respond)
+    engine = SGLangEngine("engine-0", "http://engine/", 32, routing=routing, transport=transport, api_key="secret")
     try:
-        return await engine.generate([1, 8], max_new_tokens=4, stop_token_ids=[2], rid="r" * 32, timeout_s=5.0)
+        return await engine.generate(
+            [1, 8], max_new_tokens=4, stop_token_ids=[2], rid="r" * 32, timeout_s=5.0, routes_from=1
+        )
     finally:
         await engine.close()
 
@@ -69,7 +79,41 @@ async def test_the_request_samples_the_whole_distribution_without_a_seed() -> No
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (1.0, 1.0, -1)
     assert "sampling_seed" not in sampling
     assert "ignore_eos" not in sampling, "it would switch stop_token_ids off"
+    assert "return_routed_experts" not in body
     assert requests[0].headers["authorization"] == "Bearer secret"
+
+
+ROUTING = RoutingShape(layers=2, experts=4, per_token=1)
+
+
+def encoded(*ids: int) -> str:
+    return base64.b64encode(struct.pack(f"<{len(ids)}i", *ids)).decode()
+
+
+async def test_routes_are_asked_from_the_first_unknown_token_and_read_as_bytes() -> None:
+    requests: list[httpx.Request] = []
+    answer = httpx.Response(200, json=with_meta(routed_experts=encoded(0, 1, 2, 3, 1, 0)))
+    turn = await ask(answer, requests, ROUTING)
+    assert turn.routed_experts == bytes([0, 1, 2, 3, 1, 0])
+    body = json.loads(requests[0].content)
+    assert (body["return_routed_experts"], body["routed_experts_start_len"]) == (True, 1)
+
+
+@pytest.mark.parametrize(
+    ("routes", "text"),
+    [
+        (None, "start the server with --enable-return-routed-experts"),
+        ("no base64!", "no base64"),
+        (encoded(0, 1, 2, 3), "4 bytes, expected 6"),
+        (encoded(0, 1, 2, 3, 1, 4), "holds expert 4, expected ids below 4"),
+        (encoded(0, 1, 2, 3, 1, -1), "outside 0..255"),
+        (encoded(0, 1, 2, 3, 1, 256), "outside 0..255"),
+        (encoded(0, 1, 2, 3, 1, 255), "expected an expert for every token"),
+    ],
+)
+async def test_routes_that_can_not_be_replayed_are_an_error(routes: str | None, text: str) -> None:
+    with pytest.raises(EngineOutputError, match=text):
+        await ask(httpx.Response(200, json=with_meta(routed_experts=routes)), routing=ROUTING)
 
 
 @pytest.mark.parametrize(
