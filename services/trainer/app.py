@@ -23,6 +23,7 @@ from sao.config import ConfigError
 from sao.config.schema import RunConfig
 from sao.invariants import Limits
 from sao.process import run_service
+from sao.routing import replayed_routing
 from sao.streams.base import TrajectoryStreams
 from sao.tasks import load_task
 from sao.tasks.prompt_files import load_prompts
@@ -150,6 +151,7 @@ def model_limits(config: RunConfig, initial: Path) -> Limits:
         max_tokens=config.ingest.max_tokens,
         max_bytes=config.ingest.max_message_mb << 20,
         logprob_tolerance=config.ingest.logprob_tolerance,
+        routing=replayed_routing(config, initial),
         samples=config.samples,
     )
 

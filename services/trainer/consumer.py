@@ -25,10 +25,11 @@ from pydantic import ValidationError
 
 from sao.board.base import Board, VersionRecord
 from sao.config.schema import TrainerSection
-from sao.invariants import Limits, violations
+from sao.invariants import Limits, routing_violations, violations
 from sao.lineage import Lineage, UnknownVersionError
 from sao.outcome import OUTCOME, Scored
 from sao.preference import MissingComponentError, Preference
+from sao.routing import RoutingShape
 from sao.streams.base import Delivery, StreamName, TrajectoryStreams
 from sao.telemetry.logs import get_logger
 from sao.trajectory import Trajectory
@@ -49,6 +50,7 @@ class Archived:
 
     trajectory: Trajectory
     outcome: Scored
+    routed_experts: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Arrived:
     delivery: Delivery | None
     """None: it came from the archive."""
     size: int
+    routed_experts: bytes = b""
+    """The record to replay (sao.routing); empty: there is none."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Taken:
     """Of its oldest token."""
     tensors: TrajectoryTensors
     size: int
-    """Bytes of its payload in the store; 0 when it came from the archive."""
+    """Bytes of it in the store, routed experts included; 0 when it came from the archive."""
     consumed_s: float
 
 
@@ -98,7 +102,17 @@ class Position:
     update: int
 
 
-def tensors_of(trajectory: Trajectory, version_lags: Mapping[str, int], reward: float) -> TrajectoryTensors:
+def routes_of(record: bytes, routing: RoutingShape | None) -> torch.Tensor | None:
+    """[T - 1, layers, experts per token] of a whole record; None without one, or while replay is off."""
+    if routing is None or not record:
+        return None
+    flat = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    return flat.reshape(-1, routing.layers, routing.per_token)
+
+
+def tensors_of(
+    trajectory: Trajectory, version_lags: Mapping[str, int], reward: float, routes_TLK: torch.Tensor | None
+) -> TrajectoryTensors:
     """The trajectory as an update reads it; KeyError when the lag of a version in it is missing."""
     return TrajectoryTensors(
         tokens_T=torch.tensor(trajectory.token_ids, dtype=torch.int64),
@@ -106,6 +120,7 @@ def tensors_of(trajectory: Trajectory, version_lags: Mapping[str, int], reward: 
         logp_rollout_T=torch.tensor(trajectory.logprobs, dtype=torch.float32),
         lag_T=torch.tensor([version_lags[name] if name else 0 for name in trajectory.versions]),
         reward=reward,
+        routes_TLK=routes_TLK,
     )
 
 
@@ -208,7 +223,7 @@ class Consumer:
         """The next trajectory, undecided, or why it was refused, or None when none came within `block_ms`."""
         if self._archived:
             again = self._archived.popleft()
-            return Arrived(again.trajectory, again.outcome, None, size=0)
+            return Arrived(again.trajectory, again.outcome, None, 0, again.routed_experts)
         deliveries = await self._streams.read(StreamName.SCORED, CONSUMER, count=1, block_ms=block_ms)
         if not deliveries:
             return None
@@ -274,7 +289,19 @@ class Consumer:
             raise _DamagedError(reason="payload_damaged", detail="; ".join(map(str, broken)))
         if not isinstance(outcome, Scored):
             raise _DamagedError(reason="not_scored", detail=f"outcome is {outcome.kind}, only `scored` trains")
-        return Arrived(trajectory, outcome, delivery, len(payload))
+        routed_experts = await self._routed_experts(trajectory)
+        return Arrived(trajectory, outcome, delivery, len(payload) + len(routed_experts), routed_experts)
+
+    async def _routed_experts(self, trajectory: Trajectory) -> bytes:
+        """The record to replay; empty while replay is off, or where the trajectory was made while it was."""
+        if self._limits.routing is None or not trajectory.message.routed_experts_key:
+            return b""
+        record = await self._streams.routed_experts(trajectory.id)
+        if record is None:
+            raise _DamagedError(reason="payload_missing", detail="its routed experts are gone from the store")
+        if broken := routing_violations(trajectory.message, record, self._limits):
+            raise _DamagedError(reason="payload_damaged", detail="; ".join(map(str, broken)))
+        return record
 
     async def judge(self, arrived: Arrived, position: Position) -> Taken | Refused:
         """Whether it trains now, with which reward and which of its tokens; what is refused has been dealt with."""
@@ -285,7 +312,8 @@ class Consumer:
         except UnknownVersionError as error:
             log.warning("no lag can be told", trajectory=trajectory.id, reason=str(error))
             return await self._drop(trajectory, delivery, "lineage")
-        tensors = tensors_of(trajectory, lags, outcome.value)
+        routes_TLK = routes_of(arrived.routed_experts, self._limits.routing)
+        tensors = tensors_of(trajectory, lags, outcome.value, routes_TLK)
         stale = judge_staleness(
             tensors.lag_T, tensors.action_mask_T, self._settings.max_lag, self._settings.stale_policy
         )

@@ -34,6 +34,9 @@ DIS = Gauge("sao_trainer_dis_tokens_fraction", "Share of action tokens by verdic
 RATIO = Gauge("sao_trainer_importance_ratio", "Importance ratio before masking", ["statistic"])
 ROLLOUT_KL = Gauge("sao_trainer_rollout_kl_nats", "k3 estimate, policy against rollout (lag 0: the mismatch)", ["lag"])
 REFERENCE_KL = Gauge("sao_trainer_reference_kl_nats", "k3 estimate, policy against the frozen initial policy")
+ROUTING_DISAGREEMENT = Gauge(
+    "sao_trainer_routing_disagreement_fraction", "Recorded experts that are not among the own router's choice"
+)
 ENTROPY = Gauge("sao_trainer_policy_entropy_nats", "Mean entropy at action tokens")
 GRADIENT_NORM = Gauge("sao_trainer_gradient_norm", "Before clipping", ["network"])
 LOSS = Gauge("sao_trainer_loss_value", "Loss of the last update", ["network"])
@@ -132,6 +135,7 @@ def show_update(numbers: Mapping[str, float]) -> None:
     ROLLOUT_KL.labels("0").set(of("kl_rollout.lag_0"))
     REFERENCE_KL.set(of("kl_reference"))
     ENTROPY.set(of("entropy"))
+    ROUTING_DISAGREEMENT.set(of("routing_disagreement"))
     for network in ("policy", "critic"):
         GRADIENT_NORM.labels(network).set(of(f"{network}_grad_norm"))
         LOSS.labels(network).set(of(f"{network}_loss"))

@@ -7,6 +7,7 @@ Letters: T tokens of one trajectory, C positions of a chunk, D hidden size, V vo
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
+
+from services.trainer.routing import RoutingReplay
 
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
@@ -54,9 +57,9 @@ class ScoringHead(nn.Module):
 
 
 class PolicyModule(nn.Module):
-    """A causal language model; parameters are named `model.<transformers name>`."""
+    """A causal language model; parameters are named `model.<transformers name>`. `replay`: it takes recorded routes."""
 
-    def __init__(self, model: PreTrainedModel, chunk: int) -> None:
+    def __init__(self, model: PreTrainedModel, chunk: int, *, replay: bool = False) -> None:
         super().__init__()
         config = model.config
         for name in _LOGIT_TRANSFORMS:
@@ -65,16 +68,33 @@ class PolicyModule(nn.Module):
                 raise ValueError(msg)
         self.model = model
         self.head = ScoringHead(model.get_output_embeddings(), chunk)
+        self._replay = RoutingReplay(model) if replay else None
 
     @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype, chunk: int) -> PolicyModule:
+    def load(cls, directory: Path, dtype: torch.dtype, chunk: int, *, replay: bool = False) -> PolicyModule:
         """From a Hugging Face checkpoint directory, in evaluation mode (no dropout: ratios compare two forwards)."""
         with _quiet():
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-        return cls(model, chunk).eval()
+        return cls(model, chunk, replay=replay).eval()
 
-    def forward(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
-        """[T] log-prob of each token given those before it, and [T] entropy; both 0 at position 0, >= float32."""
+    def forward(self, tokens_T: Tensor, routes_TLK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """[T] log-prob of each token given those before it, and [T] entropy; both 0 at position 0, >= float32.
+
+        With routes ([T-1] rows, sao.routing) also [T] the share of the routing decisions behind each token's log-prob,
+        those of the token before it, in which the recorded expert is not among the own router's; NaN without a record.
+        """
+        if routes_TLK is None:
+            logp_T, entropy_T = self._score(tokens_T)
+            return logp_T, entropy_T, None
+        if self._replay is None:
+            msg = "routes for a policy that was loaded without replay: set trainer.routing_replay"
+            raise ValueError(msg)
+        with self._replay.of(routes_TLK, len(tokens_T) - 1) as replayed:
+            logp_T, entropy_T = self._score(tokens_T)
+        disagreement_T = replayed.disagreement()
+        return logp_T, entropy_T, torch.cat([disagreement_T.new_full((1,), math.nan), disagreement_T])
+
+    def _score(self, tokens_T: Tensor) -> tuple[Tensor, Tensor]:
         backbone = self.model.base_model
         hidden_TD = backbone(input_ids=tokens_T[None, :-1], use_cache=False).last_hidden_state[0]
         logp_T, entropy_T = self.head(hidden_TD, tokens_T[1:])

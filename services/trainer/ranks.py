@@ -96,6 +96,8 @@ class Ranks:
             tensors[f"{rank}.mask"] = trajectory.action_mask_T
             tensors[f"{rank}.logp"] = trajectory.logp_rollout_T
             tensors[f"{rank}.lag"] = trajectory.lag_T
+            if trajectory.routes_TLK is not None:
+                tensors[f"{rank}.routes"] = trajectory.routes_TLK
             advantage = math.nan if trajectory.advantage is None else trajectory.advantage
             numbers = [trajectory.reward, advantage, float(trajectory.copies)]
             tensors[f"{rank}.numbers"] = torch.tensor(numbers, dtype=torch.float64)
@@ -170,6 +172,7 @@ def _share(tensors: Mapping[str, Tensor], rank: int) -> TrajectoryTensors:
         reward=reward,
         advantage=None if math.isnan(advantage) else advantage,
         copies=int(copies),
+        routes_TLK=tensors.get(f"{rank}.routes"),
     )
 
 

@@ -152,6 +152,7 @@ def _row(taken: Taken) -> TrainedRow:
 
 
 def _archived_trajectory(taken: Taken, stats: TrajectoryStats) -> pb.TrainedTrajectory:
+    routes_TLK = taken.tensors.routes_TLK
     return pb.TrainedTrajectory(
         trajectory=taken.trajectory.message,
         outcome_json=taken.outcome.model_dump_json(),
@@ -164,4 +165,5 @@ def _archived_trajectory(taken: Taken, stats: TrajectoryStats) -> pb.TrainedTraj
         version_lags=taken.version_lags,
         copies=taken.tensors.copies,
         trained_under=taken.trained_under,
+        routed_experts=b"" if routes_TLK is None else routes_TLK.numpy().tobytes(),
     )

@@ -55,7 +55,7 @@ async def lost_work(archive: Archive, progress: Progress, streams: TrajectoryStr
                 continue
             outcome = OUTCOME.validate_json(trained.outcome_json)
             if isinstance(outcome, Scored):
-                found[trajectory.id] = Archived(trajectory, outcome)
+                found[trajectory.id] = Archived(trajectory, outcome, trained.routed_experts)
     # An abandoned branch trains only what its beginning lacked, so what it shares with this one comes after that.
     first = min((step.update for step in lacking), default=0)
     for step in held:

@@ -15,7 +15,7 @@ from services.trainer.backends import zero
 from services.trainer.backends.base import BackendError, TrainingBackend
 from services.trainer.backends.deepspeed import DeepSpeedBackend
 from services.trainer.backends.torch_reference import TorchReferenceBackend
-from tests.support.zero_updates import save_small_checkpoint, states, train, trajectory, zero_config
+from tests.support.zero_updates import random_routes, save_small_checkpoint, states, train, trajectory, zero_config
 
 Open = Callable[..., TrainingBackend]
 TOKENS_T = torch.tensor([3, 9, 4, 4, 17, 30, 2, 8, 11])
@@ -79,6 +79,21 @@ def test_outputs_are_those_of_the_checkpoint(open_backend: Open, checkpoint: Pat
     torch.testing.assert_close(backend.reference_logp(TOKENS_T), found.logp_T)
     assert backend.critic_forward(TOKENS_T).tolist() == [0.0] * len(TOKENS_T), "the value head starts at zero"
     assert same(backend.policy_state(), {name: p.detach() for name, p in model.named_parameters()})
+
+
+def test_routes_are_replayed_and_the_disagreement_is_told(open_backend: Open, checkpoint: Path) -> None:
+    routes_TLK = random_routes(torch.Generator().manual_seed(0), len(TOKENS_T) - 1)
+    expected = TorchReferenceBackend(zero_config(0), checkpoint).policy_evaluate(TOKENS_T, routes_TLK)
+    backend = open_backend(checkpoint)
+    own, found = backend.policy_evaluate(TOKENS_T), backend.policy_forward(TOKENS_T, routes_TLK)
+    torch.testing.assert_close(found.logp_T, expected.logp_T)
+    assert not torch.allclose(found.logp_T, own.logp_T, atol=1e-3)
+    assert found.routing_disagreement_T is not None
+    assert expected.routing_disagreement_T is not None
+    assert torch.equal(found.routing_disagreement_T.isnan(), expected.routing_disagreement_T.isnan())
+    assert torch.equal(found.routing_disagreement_T.nan_to_num(), expected.routing_disagreement_T.nan_to_num())
+    assert own.routing_disagreement_T is None
+    torch.testing.assert_close(backend.policy_evaluate(TOKENS_T).logp_T, own.logp_T, msg="routes outlived their call")
 
 
 def test_the_denominator_divides_and_the_next_update_starts_afresh(open_backend: Open, checkpoint: Path) -> None:

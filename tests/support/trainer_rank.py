@@ -26,6 +26,7 @@ from services.trainer.core.update import TrajectoryTensors, Update, UpdateSettin
 from services.trainer.launch import own_rank
 from services.trainer.ranks import Ranks, follow
 from tests.support.training import random_trajectory
+from tests.support.zero_updates import random_routes
 
 POISONED = 4
 
@@ -33,6 +34,7 @@ POISONED = 4
 def tensors_of(rng: random.Random, reward: float, copies: int) -> TrajectoryTensors:
     trajectory = Trajectory(random_trajectory(rng, "unit"))
     mask = torch.tensor(trajectory.action_mask)
+    draw = torch.Generator().manual_seed(rng.randrange(2**31))
     return TrajectoryTensors(
         torch.tensor(trajectory.token_ids),
         mask,
@@ -41,6 +43,7 @@ def tensors_of(rng: random.Random, reward: float, copies: int) -> TrajectoryTens
         reward,
         advantage=reward - 0.5,
         copies=copies,
+        routes_TLK=random_routes(draw, len(mask) - 1),
     )
 
 
@@ -64,9 +67,10 @@ def poison(backend: DeepSpeedBackend, update: Update) -> None:
 def main(checkpoint: Path, out: Path, algorithm: str, world_size: int) -> None:
     torch.set_num_threads(1)
     sets = [f"trainer.ranks={world_size}", "trainer.zero_stage=2", "trainer.device=cpu", "trainer.lr=1e-3"]
+    sets += [f"trainer.algorithm={algorithm}", "critic.lr=1e-3", "trainer.routing_replay=true"]
     if algorithm != "sao":
         sets += ["group.size=2", "trainer.trajectories_per_update=4"]
-    config = load_run_config(None, [*sets, f"trainer.algorithm={algorithm}", "critic.lr=1e-3"], env={})
+    config = load_run_config(None, sets, env={})
     backend = DeepSpeedBackend(config, checkpoint)
     update = Update(backend, UpdateSettings.of(config))
     if own_rank() == world_size - 1:
@@ -81,6 +85,7 @@ def main(checkpoint: Path, out: Path, algorithm: str, world_size: int) -> None:
 def _drive(ranks: Ranks, out: Path) -> None:
     rng = random.Random(3)
     values: list[list[float]] = []
+    ratios: list[list[float]] = []
     for _ in range(2):
         ranks.begin(policy_lr=1e-3, critic_lr=1e-3, critic_only=False)
         trajectories = [tensors_of(rng, float(i % 2), copies=1 + i % 2) for i in range(3)]
@@ -89,6 +94,7 @@ def _drive(ranks: Ranks, out: Path) -> None:
         ranks.heartbeat()
         stats = ranks.finish()
         values += [t.advantages_A.tolist() for t in stats.trajectories]
+        ratios += [t.ratios_A.tolist() for t in stats.trajectories]
     logprobs = ranks.logprobs([[1, 5, 6, 7, 20, 11]])
     directory = out.parent / f"state-{ranks.count}"
     directory.mkdir()
@@ -98,7 +104,8 @@ def _drive(ranks: Ranks, out: Path) -> None:
     checksum = policy_checksum(ranks)
     skipped = [repeated_update(ranks, reward) for reward in (math.inf, 1.0, 1.0)]
     ranks.stop()
-    found = {"advantages": values, "logprobs": logprobs, "again": again, "checksum": checksum, "skipped": skipped}
+    found = {"advantages": values, "ratios": ratios, "logprobs": logprobs, "again": again, "checksum": checksum}
+    found |= {"skipped": skipped}
     out.write_text(json.dumps(found))
 
 

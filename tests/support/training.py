@@ -20,7 +20,8 @@ from sao.ids import uuid7
 from sao.invariants import Limits
 from sao.outcome import RewardOutcome, Scored
 from sao.preference import PreferenceDocument
-from sao.streams.base import StreamName, TrajectoryStreams
+from sao.routing import replayed_routing
+from sao.streams.base import StreamName, TrajectoryStreams, routed_experts_key
 from sao.streams.memory import MemoryStreams
 from sao.telemetry.health import Health
 from sao.v1 import trajectory_pb2 as pb
@@ -92,6 +93,7 @@ class World:
         scored_under: int = 1,
         place: tuple[int, int] | None = None,
         reward: float | None = None,
+        routed_experts: bytes = b"",
     ) -> str:
         """Put one scored trajectory on the SCORED stream, at the next (ordinal, sample) or at `place`; its id."""
         message = trajectory or random_trajectory(self.rng, self.config.run.name)
@@ -99,6 +101,7 @@ class World:
         message.ordinal = ordinal
         if trajectory is None:
             message.sample = sample
+        message.routed_experts_key = routed_experts_key(message.id) if routed_experts else ""
         reward = float(self.slot % 2) if reward is None else reward
         scored = outcome or Scored(
             components={"right": reward}, value=reward, scored_under=scored_under, scoring_started_s=1.0
@@ -109,6 +112,7 @@ class World:
             ordinal=ordinal,
             sample=sample,
             fields={"task": message.task, "ordinal": str(ordinal)},
+            routed_experts=routed_experts,
         )
         self.slot += place is None
         await self.streams.open_consumer(StreamName.TRAJECTORIES, "reward")
@@ -127,6 +131,11 @@ class World:
     async def start(self) -> Trainer:
         """A trainer process over this world, restored from the newest whole checkpoint."""
         return await Trainer.start(self)
+
+
+def _limits(config: RunConfig, model: Path) -> Limits:
+    routing = replayed_routing(config, model)
+    return Limits(config.run.name, 32, 512, 2**20, 1e-5, samples=config.samples, routing=routing)
 
 
 @dataclass
@@ -159,7 +168,7 @@ class Trainer:
             world.streams,
             world.board,
             config.trainer,
-            Limits(config.run.name, 32, 512, 2**20, 1e-5, samples=config.samples),
+            _limits(config, world.initial),
             epoch=epoch,
             restored=progress.unsettled_ids,
             forgone=progress.forgone_ids,

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from sao.config.schema import RunConfig
+from sao.routing import NO_RECORD, RoutingShape
 from services.trainer.backends.base import TrainingBackend
 from services.trainer.core.update import TrajectoryTensors, Update, UpdateSettings, UpdateStats
 
 PER_UPDATE = 3
 VOCABULARY = 32
+ROUTING = RoutingShape(layers=2, experts=4, per_token=2)
 
 
 def zero_config(stage: int, *, ranks: int = 1, **trainer: Any) -> RunConfig:
-    """Everything on: KL, entropy, clipping that binds, chunks shorter than the sequences, frozen critic parts."""
+    """Everything on: KL, entropy, clipping that binds, short chunks, frozen critic parts, replayed routes."""
     section: dict[str, Any] = {
         "zero_stage": stage,
         "ranks": ranks,
@@ -32,6 +34,7 @@ def zero_config(stage: int, *, ranks: int = 1, **trainer: Any) -> RunConfig:
         "entropy_coef": 0.001,
         "gradient_clip": 0.5,
         "logprob_chunk": 4,
+        "routing_replay": True,
     }
     return RunConfig.model_validate({"trainer": section | trainer, "critic": {"lr": 1e-3}})
 
@@ -46,12 +49,12 @@ def save_small_checkpoint(folder: Path, hidden: int = 32) -> Path:
         hidden_size=hidden,
         intermediate_size=hidden,
         moe_intermediate_size=24,
-        num_hidden_layers=2,
+        num_hidden_layers=ROUTING.layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
+        num_experts=ROUTING.experts,
+        num_experts_per_tok=ROUTING.per_token,
         norm_topk_prob=True,
         max_position_embeddings=64,
         tie_word_embeddings=False,
@@ -60,8 +63,16 @@ def save_small_checkpoint(folder: Path, hidden: int = 32) -> Path:
     return folder
 
 
+def random_routes(draw: torch.Generator, rows: int) -> Tensor:
+    """[rows, layers, experts per token] different experts for each token, and no record in a sixth of the rows."""
+    scores = torch.rand((rows, ROUTING.layers, ROUTING.experts), generator=draw)
+    routes_TLK = scores.argsort(-1)[..., : ROUTING.per_token].to(torch.uint8)
+    routes_TLK[torch.rand(rows, generator=draw) < 1 / 6] = NO_RECORD
+    return routes_TLK
+
+
 def trajectory(index: int) -> TrajectoryTensors:
-    """The index-th trajectory of the course; log-probs near those of an untrained model."""
+    """The index-th trajectory of the course; log-probs near those of an untrained model, routes for every other one."""
     draw = torch.Generator().manual_seed(index)
     length = 8 + index % 5
     mask_T = torch.rand(length, generator=draw) < 0.6
@@ -69,7 +80,9 @@ def trajectory(index: int) -> TrajectoryTensors:
     logp_T = -3.4 - 0.5 * torch.rand(length, generator=draw)
     tokens_T = torch.randint(VOCABULARY, (length,), generator=draw)
     lag_T = torch.where(mask_T, index % 2, 0)
-    return TrajectoryTensors(tokens_T, mask_T, torch.where(mask_T, logp_T, 0.0), lag_T, float(index % 3 == 0))
+    logp_T = torch.where(mask_T, logp_T, 0.0)
+    routes_TLK = random_routes(draw, length - 1) if index % 2 else None
+    return TrajectoryTensors(tokens_T, mask_T, logp_T, lag_T, float(index % 3 == 0), routes_TLK=routes_TLK)
 
 
 def train(backend: TrainingBackend, config: RunConfig, updates: range) -> UpdateStats:

@@ -31,6 +31,9 @@ class PolicyOutput(NamedTuple):
     """Log-prob (nats) of token t given the tokens before it; logp_T[0] = 0."""
     entropy_T: Tensor
     """Entropy (nats) of the distribution token t was drawn from; entropy_T[0] = 0."""
+    routing_disagreement_T: Tensor | None = None
+    """With routes: the share of the routing decisions of the token before t in which the recorded expert is not among
+    the own router's; NaN where nothing is on record, and at 0."""
 
 
 class TrainingBackend(Protocol):
@@ -48,10 +51,14 @@ class TrainingBackend(Protocol):
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Element-wise float64 sum over the ranks, the same on each."""
 
-    def policy_forward(self, tokens_T: Tensor) -> PolicyOutput:
-        """Log-probs and entropies with their graph."""
+    def policy_forward(self, tokens_T: Tensor, routes_TLK: Tensor | None = None) -> PolicyOutput:
+        """Log-probs and entropies with their graph.
 
-    def policy_evaluate(self, tokens_T: Tensor) -> PolicyOutput:
+        `routes_TLK`: [T - 1, layers, experts per token] uint8, replayed in place of the own routers' choices
+        (sao.routing); ValueError when the policy was loaded without replay or the shape is another.
+        """
+
+    def policy_evaluate(self, tokens_T: Tensor, routes_TLK: Tensor | None = None) -> PolicyOutput:
         """The same without a graph: canary, statistics."""
 
     def reference_logp(self, tokens_T: Tensor) -> Tensor:

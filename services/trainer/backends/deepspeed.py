@@ -60,10 +60,9 @@ class DeepSpeedBackend(PairedBackend):
         device = _prepare_process(trainer)
         dtype = choose_dtype(trainer, device)
         stage, chunk = trainer.zero_stage, trainer.logprob_chunk
+        policy = PolicyModule.load(policy_dir, dtype, chunk, replay=trainer.routing_replay)
         super().__init__(
-            policy=ZeroRole(
-                PolicyModule.load(policy_dir, dtype, chunk), optimizer_options(trainer, trainer.policy_lr), stage, dtype
-            ),
+            policy=ZeroRole(policy, optimizer_options(trainer, trainer.policy_lr), stage, dtype),
             critic=ZeroRole(
                 CriticModule.load(policy_dir, dtype, critic.frozen), optimizer_options(trainer, critic.lr), stage, dtype
             )

@@ -65,12 +65,14 @@ class PairedBackend:
     def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
         return [float(value) for value in values]
 
-    def policy_forward(self, tokens_T: Tensor) -> PolicyOutput:
-        return PolicyOutput(*self._policy(tokens_T.to(self._device)))
+    def policy_forward(self, tokens_T: Tensor, routes_TLK: Tensor | None = None) -> PolicyOutput:
+        if routes_TLK is None:
+            return PolicyOutput(*self._policy(tokens_T.to(self._device)))
+        return PolicyOutput(*self._policy(tokens_T.to(self._device), routes_TLK.to(self._device)))
 
     @torch.no_grad()
-    def policy_evaluate(self, tokens_T: Tensor) -> PolicyOutput:
-        return PolicyOutput(*self._policy(tokens_T.to(self._device)))
+    def policy_evaluate(self, tokens_T: Tensor, routes_TLK: Tensor | None = None) -> PolicyOutput:
+        return self.policy_forward(tokens_T, routes_TLK)
 
     @torch.no_grad()
     def reference_logp(self, tokens_T: Tensor) -> Tensor:

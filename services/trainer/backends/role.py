@@ -40,7 +40,7 @@ class Role(Protocol):
     @property
     def module(self) -> nn.Module: ...
 
-    def __call__(self, tokens_T: Tensor) -> Any:  # noqa: ANN401 - whatever the module's forward gives
+    def __call__(self, *inputs: Tensor) -> Any:  # noqa: ANN401 - whatever the module's forward gives
         """The module's forward, with graph."""
 
     def begin(self) -> None:

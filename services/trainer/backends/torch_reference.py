@@ -32,8 +32,8 @@ class TorchRole:
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._snapshot: TensorSnapshot | None = None
 
-    def __call__(self, tokens_T: Tensor) -> Any:  # noqa: ANN401 - whatever the module's forward gives
-        return self.module(tokens_T)
+    def __call__(self, *inputs: Tensor) -> Any:  # noqa: ANN401 - whatever the module's forward gives
+        return self.module(*inputs)
 
     def begin(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -93,10 +93,9 @@ class TorchReferenceBackend(PairedBackend):
     def __init__(self, config: RunConfig, policy_dir: Path, dtype: torch.dtype = torch.float32) -> None:
         trainer, critic = config.trainer, config.critic
         chunk = trainer.logprob_chunk
+        policy = PolicyModule.load(policy_dir, dtype, chunk, replay=trainer.routing_replay)
         super().__init__(
-            policy=TorchRole(
-                PolicyModule.load(policy_dir, dtype, chunk), optimizer_options(trainer, trainer.policy_lr)
-            ),
+            policy=TorchRole(policy, optimizer_options(trainer, trainer.policy_lr)),
             critic=TorchRole(CriticModule.load(policy_dir, dtype, critic.frozen), optimizer_options(trainer, critic.lr))
             if config.algorithm.has_critic
             else None,

@@ -87,8 +87,8 @@ class ZeroRole:
         module: nn.Module = self._engine.module
         return module
 
-    def __call__(self, tokens_T: Tensor) -> Any:  # noqa: ANN401 - whatever the module's forward gives
-        return self._engine(tokens_T)
+    def __call__(self, *inputs: Tensor) -> Any:  # noqa: ANN401 - whatever the module's forward gives
+        return self._engine(*inputs)
 
     def backward(self, loss_sum: Tensor) -> None:
         self._engine.backward(loss_sum, scale_wrt_gas=False)

@@ -41,6 +41,8 @@ class TokenRecord:
     entropy_A: Tensor
     kl_reference_A: Tensor | None
     reward: float
+    routing_disagreement_A: Tensor | None = None
+    """Share of the decisions behind each token whose recorded expert is not the own router's; NaN without a record."""
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
@@ -75,6 +77,10 @@ def token_metrics(records: Sequence[TokenRecord]) -> dict[str, float]:
     references = [record.kl_reference_A for record in records if record.kl_reference_A is not None]
     if references:
         numbers["kl_reference"] = _mean(torch.cat(references))
+    disagreements = [r.routing_disagreement_A for r in records if r.routing_disagreement_A is not None]
+    if disagreements:
+        disagreement_N = torch.cat(disagreements)
+        numbers["routing_disagreement"] = _mean(disagreement_N[~disagreement_N.isnan()])
     numbers["value_mean"] = _mean(torch.cat([record.values_A for record in records]))  # undefined without a critic
     numbers["reward_mean"] = sum(record.reward for record in records) / len(records)
     numbers["lag_mean"] = _mean(lag_N)

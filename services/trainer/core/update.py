@@ -113,6 +113,8 @@ class TrajectoryTensors:
     """Of every action token, where the algorithm has no critic to tell."""
     copies: int = 1
     """How often it counts: above 1 where it also stands for members of its group that failed."""
+    routes_TLK: Tensor | None = None
+    """[T - 1, layers, experts per token] uint8, the experts to replay (sao.routing); None: the own routers choose."""
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Tokens, mask, rollout log-probs and lags on `device`; ValueError when the shapes or the mask cannot be."""
@@ -215,7 +217,8 @@ class Update:
         if settings.kl_coef > 0 and not self._critic_only:
             kept.reference_T = backend.reference_logp(tokens_T)
         deferred = self._critic_only or self._policy_waits
-        policy = backend.policy_evaluate(tokens_T) if deferred else backend.policy_forward(tokens_T)
+        forward = backend.policy_evaluate if deferred else backend.policy_forward
+        policy = forward(tokens_T, trajectory.routes_TLK)
         kept.logp_old_T = logp_rollout_T if settings.ppo_old == "rollout" else policy.logp_T.detach()
         if deferred:
             self._weigh(kept, policy.logp_T)
@@ -229,6 +232,7 @@ class Update:
             entropy_A=policy.entropy_T.detach()[mask_T].cpu(),
             kl_reference_A=None if kept.reference_T is None else _reference_kl(policy.logp_T, kept.reference_T, mask_T),
             reward=trajectory.reward,
+            routing_disagreement_A=_on_actions(policy.routing_disagreement_T, mask_T),
         )
         self._kept.append(kept)
         return kept.stats()
@@ -369,7 +373,7 @@ class Update:
         for first in range(0, len(self._kept), size):
             part = self._kept[first : first + size]
             for kept in part:
-                self._policy_pass(kept, self._backend.policy_forward(kept.tokens_T))
+                self._policy_pass(kept, self._backend.policy_forward(kept.tokens_T, kept.trajectory.routes_TLK))
             counts = self._counts(part)
             if self._any_rank(not all(kept.finite for kept in part)):
                 reason = "loss of the policy is not finite"
@@ -460,6 +464,10 @@ class _Kept:
             ratios_A=bounded_ratio(self.dis.log_ratio_A),
             weights_A=self.weight_T[self.mask_T].cpu(),
         )
+
+
+def _on_actions(x_T: Tensor | None, mask_T: Tensor) -> Tensor | None:
+    return None if x_T is None else x_T[mask_T].cpu()
 
 
 def _reference_kl(logp_T: Tensor, reference_T: Tensor, mask_T: Tensor) -> Tensor:

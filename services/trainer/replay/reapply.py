@@ -13,12 +13,13 @@ import torch
 from sao.config import RunConfig
 from sao.outcome import OUTCOME, Scored
 from sao.preference import MissingComponentError, Preference, PreferenceDocument
+from sao.routing import RoutingShape, replayed_routing
 from sao.rows import CRITIC_ONLY
 from sao.trajectory import Trajectory
 from sao.v1 import archive_pb2 as pb
 from services.trainer import batcher
 from services.trainer.backends.torch_reference import TorchReferenceBackend
-from services.trainer.consumer import Taken, tensors_of
+from services.trainer.consumer import Taken, routes_of, tensors_of
 from services.trainer.core.baselines import Baseline, baseline_of
 from services.trainer.core.staleness import judge_staleness
 from services.trainer.core.update import Update, UpdateSettings, UpdateStats
@@ -64,6 +65,7 @@ class _Trainer:
     config: RunConfig
     ranks: Ranks
     baseline: Baseline | None
+    routing: RoutingShape | None
 
     @classmethod
     def begin(
@@ -91,7 +93,7 @@ class _Trainer:
         baseline = baseline_of(config)
         if baseline is not None:
             baseline.load(remembered)
-        return cls(config, ranks, baseline)
+        return cls(config, ranks, baseline, replayed_routing(config, initial))
 
     def update(self, logged: pb.ArchivedUpdate) -> tuple[list[Taken], UpdateStats]:
         """The archived update once more, from its trajectories, raw reward components and lags."""
@@ -122,9 +124,7 @@ class _Trainer:
         if unknown:
             msg = f"trajectory {trajectory.id}: no lag of {unknown} is archived; an earlier release kept none"
             raise CannotReplayError(msg)
-        if trained.routed_experts:
-            msg = f"trajectory {trajectory.id} was trained with the engine's routing, which is not replayed yet"
-            raise CannotReplayError(msg)
+        routes_TLK = self._routes(trajectory, trained.routed_experts)
         reward = outcome.value
         if preference is not None and preference.version == trained.trained_under:
             try:
@@ -132,7 +132,7 @@ class _Trainer:
             except (MissingComponentError, ValueError) as error:
                 msg = f"trajectory {trajectory.id}: {error}"
                 raise CannotReplayError(msg) from error
-        tensors = tensors_of(trajectory, trained.version_lags, reward)
+        tensors = tensors_of(trajectory, trained.version_lags, reward, routes_TLK)
         trainer = self.config.trainer
         stale = judge_staleness(tensors.lag_T, tensors.action_mask_T, trainer.max_lag, trainer.stale_policy)
         return Taken(
@@ -146,6 +146,19 @@ class _Trainer:
             size=0,
             consumed_s=0.0,
         )
+
+    def _routes(self, trajectory: Trajectory, record: bytes) -> torch.Tensor | None:
+        """The experts that were replayed; CannotReplayError when model or run file do not fit the record."""
+        if not record:
+            return None
+        if self.routing is None:
+            problem = "trainer.routing_replay is off in the run file of its time"
+        else:
+            problem = self.routing.problem(record, len(trajectory.token_ids) - 1)
+        if problem:
+            msg = f"trajectory {trajectory.id} was trained with routed experts: {problem}"
+            raise CannotReplayError(msg)
+        return routes_of(record, self.routing)
 
 
 def _preference(logged: pb.ArchivedUpdate) -> Preference | None:

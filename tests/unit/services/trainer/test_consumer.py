@@ -10,17 +10,18 @@ from sao.board.base import VersionRecord
 from sao.invariants import Limits
 from sao.outcome import Scored, TimedOut
 from sao.preference import PreferenceDocument
+from sao.routing import RoutingShape
 from sao.streams.base import Delivery, StreamName, StreamUnavailableError, TrajectoryStreams
 from sao.streams.memory import MemoryStreams
 from services.trainer.consumer import CONSUMER, Consumer, Position, Refused, Taken
 from tests.support.training import PREFERENCE, World, random_trajectory
-from tests.support.trajectories import MUTATIONS, bad
+from tests.support.trajectories import MUTATIONS, ROUTING, bad, routed_experts
 from tests.unit.services.trainer.conftest import NewWorld
 
 HERE = Position("v00000006", 5)
 
 
-async def consumer_of(world: World) -> Consumer:
+async def consumer_of(world: World, routing: RoutingShape | None = None) -> Consumer:
     """A consumer at update 5, on a line of versions v1 .. v6 (updates 0 .. 5)."""
     await world.board.put_preference(PREFERENCE)
     epoch = await world.board.new_trainer_epoch()
@@ -29,7 +30,7 @@ async def consumer_of(world: World) -> Consumer:
         name = f"v{update + 1:08d}"
         await world.board.announce_version(VersionRecord(name=name, update=update, parent=parent, epoch=epoch))
         parent = name
-    limits = Limits("unit", 32, 512, 2**20, 1e-5)
+    limits = Limits("unit", 32, 512, 2**20, 1e-5, routing=routing)
     consumer = Consumer(world.streams, world.board, world.config.trainer, limits, epoch=epoch)
     await consumer.open()
     return consumer
@@ -190,6 +191,43 @@ async def test_nothing_that_violates_an_invariant_reaches_the_weights(new_world:
     refused = await take(consumer)
     assert isinstance(refused, Refused)
     assert refused.reason == "payload_damaged"
+
+
+async def test_routes_come_with_the_tensors_while_they_are_replayed(new_world: NewWorld) -> None:
+    world = new_world()
+    replaying = await consumer_of(world, ROUTING)
+    message = random_trajectory(world.rng, "unit")
+    record = routed_experts(world.rng, message, ROUTING)
+    await world.deliver(message, routed_experts=record)
+    await world.deliver(random_trajectory(world.rng, "unit"))  # made before replay was switched on
+    routed, plain = await take(replaying), await take(replaying)
+    assert isinstance(routed, Taken)
+    assert isinstance(plain, Taken)
+    routes_TLK = routed.tensors.routes_TLK
+    assert routes_TLK is not None
+    assert routes_TLK.shape == (len(routed.tensors.tokens_T) - 1, 2, 2)
+    assert routes_TLK.numpy().tobytes() == record
+    assert routed.size == message.ByteSize() + len(record)
+    assert plain.tensors.routes_TLK is None
+
+    other = new_world()
+    await other.deliver(message, routed_experts=record)
+    ignored = await take(await consumer_of(other))
+    assert isinstance(ignored, Taken)
+    assert ignored.tensors.routes_TLK is None
+
+
+@pytest.mark.parametrize(("record", "reason"), [(b"\0\1", "payload_damaged"), (b"", "payload_missing")])
+async def test_routes_that_are_gone_or_damaged_bury_their_trajectory(
+    new_world: NewWorld, record: bytes, reason: str
+) -> None:
+    world = new_world()
+    consumer = await consumer_of(world, ROUTING)
+    trajectory_id = await world.deliver(routed_experts=b"\0\1")
+    if not record:
+        assert isinstance(world.streams, MemoryStreams)
+        world.streams._routed_experts.clear()
+    assert await take(consumer) == Refused(trajectory_id, reason)
 
 
 async def test_only_a_scored_outcome_trains(new_world: NewWorld) -> None:

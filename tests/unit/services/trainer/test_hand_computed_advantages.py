@@ -61,9 +61,9 @@ def says_what_was_recorded(backend: TorchReferenceBackend, batch: Sequence[Recor
         one = by_tokens[tuple(tokens_T.tolist())]
         return _with_gradient_of(critic_forward(tokens_T), on_actions(one, one.values))
 
-    def policy(tokens_T: Tensor) -> PolicyOutput:
+    def policy(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> PolicyOutput:
         one = by_tokens[tuple(tokens_T.tolist())]
-        real = policy_forward(tokens_T)
+        real = policy_forward(tokens_T, routes_TLK)
         logp_rollout_T = torch.tensor(one.trajectory.logprobs)  # float32, as the update reads it
         logp_T = logp_rollout_T.double() + on_actions(one, one.ratios, elsewhere=1.0).log()
         return PolicyOutput(_with_gradient_of(real.logp_T, logp_T), real.entropy_T)

@@ -21,6 +21,7 @@ from sao.streams.memory import MemoryStreams
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.checkpoint import CheckpointStore
 from tests.support.training import PREFERENCE, ROOT, World, random_trajectory
+from tests.support.trajectories import ROUTING, routed_experts
 from tests.unit.services.trainer.conftest import NewWorld
 
 
@@ -385,6 +386,27 @@ async def test_warm_up_steps_are_archived_as_such(new_world: NewWorld) -> None:
     made = [*archive.read_steps(0), *archive.read_steps(1)]
     assert [step.critic_only for step in made] == [True, True, False]
     assert [step.critic_lr for step in made] == [5e-4, 1e-3, 1e-3]
+
+
+async def test_routes_are_trained_on_archived_and_come_back_from_the_archive(new_world: NewWorld) -> None:
+    world = new_world("run.updates=1", "checkpoint.every_updates=1", "trainer.routing_replay=true")
+    records = []
+    for _ in range(2):
+        message = random_trajectory(world.rng, "unit")
+        records.append(routed_experts(world.rng, message, ROUTING))
+        await world.deliver(message, routed_experts=records[-1])
+    await (await world.start()).run()
+    (first,) = rows(world)
+    assert 0 < first.metrics["routing_disagreement"] <= 1
+    archive = Archive(world.config.run.dir / "archive")
+    assert [trained.routed_experts for trained in archive.read(1).trajectories] == records
+
+    (world.config.run.dir / "checkpoints" / "update-00000001" / "progress.json").write_text("torn")
+    await (await world.start()).run()
+    again = archive.read(1)
+    assert again.trainer_epoch == 2
+    assert [trained.routed_experts for trained in again.trajectories] == records
+    assert rows(world)[-1].metrics["routing_disagreement"] == first.metrics["routing_disagreement"]
 
 
 async def test_a_torn_last_row_is_cut_off_before_the_next_is_written(new_world: NewWorld) -> None:

@@ -22,7 +22,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _gradients(checkpoint: Path, chunk: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     policy = PolicyModule.load(checkpoint, torch.float32, chunk)
-    logp_T, entropy_T = policy(TOKENS_T)
+    logp_T, entropy_T, _ = policy(TOKENS_T)
     torch.autograd.backward((logp_T * torch.arange(len(logp_T))).sum() + entropy_T.square().sum())
     return logp_T, entropy_T, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
@@ -65,7 +65,7 @@ def test_a_value_is_of_the_state_before_its_token(checkpoint: Path) -> None:
 
 
 def test_bfloat16_networks_answer_in_float32(checkpoint: Path) -> None:
-    logp_T, entropy_T = PolicyModule.load(checkpoint, torch.bfloat16, 8)(TOKENS_T)
+    logp_T, entropy_T, _ = PolicyModule.load(checkpoint, torch.bfloat16, 8)(TOKENS_T)
     values_T = CriticModule.load(checkpoint, torch.bfloat16, [])(TOKENS_T)
     assert {logp_T.dtype, entropy_T.dtype, values_T.dtype} == {torch.float32}
 

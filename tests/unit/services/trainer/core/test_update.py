@@ -133,9 +133,9 @@ def test_a_non_finite_policy_loss_alone_changes_nothing(
     trajectory = toy_trajectory(backend, 0)
     real = backend.policy_forward
 
-    def poisoned(tokens_T: Tensor) -> PolicyOutput:
-        logp_T, entropy_T = real(tokens_T)
-        return PolicyOutput(logp_T, entropy_T * math.nan)
+    def poisoned(tokens_T: Tensor, routes_TLK: Tensor | None) -> PolicyOutput:
+        policy = real(tokens_T, routes_TLK)
+        return policy._replace(entropy_T=policy.entropy_T * math.nan)
 
     monkeypatch.setattr(backend, "policy_forward", poisoned)
     stats = run(backend, UpdateSettings(entropy_coef=0.1, advantage_norm=norm), [trajectory])

@@ -16,6 +16,7 @@ from sao.outcome import Scored
 from sao.preference import PreferenceDocument
 from sao.streams.memory import MemoryStreams
 from tests.support.training import World, random_trajectory
+from tests.support.trajectories import ROUTING, routed_experts
 
 SCALE = 1e30
 """A reward whose square is not finite in float32: the update that meets it is skipped."""
@@ -119,5 +120,6 @@ async def _small(config: RunConfig) -> None:
         message.prompt_id = f"p{i // 2 % 3}"
         right = rng.random()
         outcome = Scored(components={"right": right}, value=right, scored_under=1, scoring_started_s=1.0)
-        await world.deliver(message, outcome)
+        routes = routed_experts(rng, message, ROUTING) if config.trainer.routing_replay else b""
+        await world.deliver(message, outcome, routed_experts=routes)
     await (await world.start()).run()

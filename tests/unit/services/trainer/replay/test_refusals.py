@@ -66,7 +66,7 @@ def hole(folder: Path) -> None:
         (no_lags, 4, "earlier release"),
         (no_component, 4, "preference needs ['right'], the outcome has ['left']"),
         (damaged, 4, "is damaged"),
-        (routed, 4, "not replayed yet"),
+        (routed, 4, "was trained with routed experts: trainer.routing_replay is off"),
         (hole, 4, "update 4 cannot be replayed: it is not in the run's archive; those that can: 0-3, 6-7"),
         (hole, 5, "update 5 cannot be replayed: the archive lacks a step before update 5, on the way from"),
         (lambda _: None, 12, "update 12 cannot be replayed: it is not in the run's archive; those that can: 0-7"),
@@ -81,6 +81,16 @@ def test_what_cannot_be_replayed_says_so(
     assert said in err
     assert "Traceback" not in err
     assert "reproduced" not in out
+
+
+def test_archived_routes_of_another_size_are_refused(
+    small_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = small_run("trainer.routing_replay=true")
+    assert main([str(folder), "4"]) == 0
+    routed(folder)
+    assert main([str(folder), "4"]) == 2
+    assert "was trained with routed experts: 1 bytes, expected" in capsys.readouterr().err
 
 
 def test_a_run_without_a_policy_update_has_none_to_draw(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,6 +107,8 @@ def seal(checkpoint: Path) -> None:
         ("trainer.algorithm=vapo", "trainer.nll_coef=0.1"),
         ("trainer.algorithm=reinforce_ma",),
         ("trainer.algorithm=spo",),
+        ("trainer.routing_replay=true", "trainer.algorithm=grpo_async", "group.size=2", "ppo.minibatches=2"),
+        ("trainer.routing_replay=true", "trainer.advantage_norm=whiten"),
         ("trainer.advantage_norm=whiten", "trainer.loss_aggregation=sequence_mean", "trainer.entropy_coef=0.01"),
     ],
     ids=lambda settings: settings[0],
