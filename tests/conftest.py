@@ -78,6 +78,8 @@ def sglang_engine(
         str(tiny_checkpoints[0]),
         "--port",
         str(port),
+        "--",
+        "--enable-return-routed-experts",
     ]
 
     def ready() -> bool:

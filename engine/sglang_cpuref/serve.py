@@ -73,7 +73,6 @@ def server_arguments(asked: argparse.Namespace) -> list[str]:
         "--sleep-on-idle",  # without it an idle scheduler spins a core
         "--enable-metrics",
         "--enable-cache-report",  # the canary proves freshness by cached_tokens
-        "--enable-return-routed-experts",
     ]
     return [part for pair in arguments.items() for part in pair] + flags + list(asked.more)
 

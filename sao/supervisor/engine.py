@@ -46,6 +46,8 @@ def engine_command(config: RunConfig, index: int, model: Path, start: int, log: 
         *("--max-running-requests", str(settings.max_running_requests)),
         *("--max-total-tokens", str(settings.max_total_tokens)),
     ]
+    if config.trainer.routing_replay:
+        argv += ["--", "--enable-return-routed-experts"]
     env = {"PYTHONUNBUFFERED": "1"}
     if settings.api_key is not None:
         env["SAO_ENGINE_API_KEY"] = settings.api_key.get_secret_value()

@@ -93,6 +93,7 @@ def test_the_server_gets_what_a_rollout_needs() -> None:
     ):
         assert arguments[arguments.index(flag) + 1] == value
     assert arguments[-2:] == ["--log-level", "debug"]
+    assert "--enable-return-routed-experts" not in arguments, "what asks for routes says so itself"
     assert "--api-key" not in arguments
 
 

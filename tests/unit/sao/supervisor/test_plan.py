@@ -155,6 +155,19 @@ def test_an_engine_is_told_where_and_what_to_serve(tmp_path: Path) -> None:
     assert "for-data" not in command.argv
 
 
+@pytest.mark.parametrize("replay", [True, False])
+def test_an_engine_returns_routes_exactly_when_they_are_replayed(tmp_path: Path, *, replay: bool) -> None:
+    python = tmp_path / "env/bin/python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    sets = [f'engine.environment="{tmp_path / "env"}"', f"trainer.routing_replay={str(replay).lower()}"]
+
+    command = engine_command(with_ports(asked(*sets), PortChooser()), 0, tmp_path / "model", 0, tmp_path / "log")
+
+    assert (command.argv[-2:] == ("--", "--enable-return-routed-experts")) is replay
+    assert ("--enable-return-routed-experts" in command.argv) is replay
+
+
 def test_a_missing_engine_environment_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(NoEngineEnvironmentError, match="make setup"):
         engine_python(tmp_path / "nothing")
