@@ -66,13 +66,14 @@ class PairedBackend:
         return [float(value) for value in values]
 
     def policy_forward(self, tokens_T: Tensor, routes_TLK: Tensor | None = None) -> PolicyOutput:
-        if routes_TLK is None:
-            return PolicyOutput(*self._policy(tokens_T.to(self._device)))
-        return PolicyOutput(*self._policy(tokens_T.to(self._device), routes_TLK.to(self._device)))
+        return PolicyOutput(*self._policy(*self._on_device(tokens_T, routes_TLK)))
 
     @torch.no_grad()
     def policy_evaluate(self, tokens_T: Tensor, routes_TLK: Tensor | None = None) -> PolicyOutput:
-        return self.policy_forward(tokens_T, routes_TLK)
+        return PolicyOutput(*self._policy(*self._on_device(tokens_T, routes_TLK)))
+
+    def _on_device(self, *tensors: Tensor | None) -> list[Tensor]:
+        return [tensor.to(self._device) for tensor in tensors if tensor is not None]
 
     @torch.no_grad()
     def reference_logp(self, tokens_T: Tensor) -> Tensor:
