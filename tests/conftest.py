@@ -29,6 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All that starts real processes in one worker, one after the other; unit tests beside it in the other."""
+    for item in items:
+        if "unit" not in item.path.relative_to(ROOT).parts:
+            item.add_marker(pytest.mark.xdist_group("real"))
+
+
 @pytest.fixture(scope="session")
 def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real Valkey for the session; tests keep apart by their run names."""
