@@ -399,7 +399,7 @@ class CheckpointSection(Section):
     unacked_mb_max: Count = 64
     """Checkpoint early when the unacknowledged payloads exceed this."""
     starved_after_s: Positive = 5.0
-    """Checkpoint early when nothing has arrived for this long and work is unacknowledged."""
+    """Checkpoint early when nothing that trains has arrived for this long and work is unacknowledged."""
     free_space_mb: Count = 256
     """Refuse to write below this much free space."""
 

@@ -155,19 +155,19 @@ class TrainerLoop:
                 return None
             before = self._clock()
             found = await self._take()
-            self._note_idle(self._clock() - before)
-            if found is None:
-                now = self._clock()
+            now = self._clock()
+            self._note_idle(now - before)
+            if now - last_heartbeat > HEARTBEAT_S:
+                parts.ranks.heartbeat()
+                last_heartbeat = now
+            if found is not None:
+                parts.health.progress()
+            if found is None or isinstance(found, Refused):
+                # While publishing is held all that comes may be stale: nothing trains, however much arrives.
                 if now - waiting_since > self._config.checkpoint.starved_after_s and self._unsettled:
                     await self._checkpoint("starved")
-                if now - last_heartbeat > HEARTBEAT_S:
-                    parts.ranks.heartbeat()
-                    last_heartbeat = now
                 continue
-            waiting_since = self._clock()
-            parts.health.progress()
-            if isinstance(found, Refused):
-                continue
+            waiting_since = now
             if not taken:
                 self._started_s = waiting_since
             for one in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from sao.streams.base import FencedError, StreamName
 from sao.streams.memory import MemoryStreams
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.checkpoint import CheckpointStore
+from services.trainer.consumer import Position, Refused, Taken
 from tests.support.training import PREFERENCE, ROOT, World, random_trajectory
 from tests.support.trajectories import ROUTING, routed_experts
 from tests.unit.services.trainer.conftest import NewWorld
@@ -304,6 +306,36 @@ async def test_a_starved_trainer_checkpoints_so_that_finished_work_is_settled(ne
     # The third is of an unfinished update: it stays on the stream, and no second checkpoint of update 1 was written.
     assert await world.settled(ids) == ids[:2]
     assert len(saves) == 1
+
+
+async def test_refusals_without_end_neither_keep_finished_work_unsettled_nor_the_other_ranks_waiting(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while publishing is held: rollouts come, all of them stale."""
+    world = new_world("run.updates=9", "checkpoint.starved_after_s=100", "trainer.stale_policy=drop")
+    ids = await world.deliver_many(2)
+    trainer = await world.start()
+    now = iter(range(0, 10**6, 30))
+    monkeypatch.setattr(trainer.loop, "_clock", lambda: float(next(now)))
+    heartbeats: list[int] = []
+    monkeypatch.setattr(trainer.parts.ranks, "heartbeat", lambda: heartbeats.append(1))
+    take, refused = trainer.parts.batcher.next, itertools.count()
+
+    async def stale_from_the_third_on(position: Position, *, block_ms: int) -> list[Taken] | Refused | None:
+        if position.update == 0:
+            return await take(position, block_ms=block_ms)
+        if next(refused) == 20:
+            trainer.stop.set()
+        elif await world.settled(ids):
+            settled.append(True)
+        return Refused("one", "stale")
+
+    settled: list[bool] = []
+    monkeypatch.setattr(trainer.parts.batcher, "next", stale_from_the_third_on)
+    await trainer.run()
+
+    assert len(heartbeats) > 5
+    assert settled, "the finished update was settled before the end"
 
 
 async def test_too_many_unsettled_bytes_force_a_checkpoint(new_world: NewWorld) -> None:
