@@ -116,7 +116,7 @@ class TrainerLoop:
         parts.health.working("training")
         parts.archive.write_run_file(parts.epoch, dump_run_config(self._config))
         window = self._config.critic.explained_variance_window
-        for values, reward in recent_values(parts.archive, self._restored, window):
+        for values, reward in recent_values(parts.archive, self._restored, window, ranks=parts.ranks.count):
             parts.ranks.recall(values, reward)
         earlier = recent_metrics(parts.archive, self._restored, self._holding.memory)
         self._holding.recall(earlier, update=self._update, version=self._version)

@@ -71,21 +71,27 @@ async def lost_work(archive: Archive, progress: Progress, streams: TrajectoryStr
     return list(found.values())
 
 
-def recent_values(archive: Archive, progress: Progress, trajectories: int) -> list[tuple[Sequence[float], float]]:
-    """Values of the action tokens, and the reward, of the newest trajectories that `progress` holds, oldest first."""
+def recent_values(
+    archive: Archive, progress: Progress, trajectories: int, *, ranks: int = 1
+) -> list[tuple[Sequence[float], float]]:
+    """Values of the action tokens, and the reward, of the newest trajectories that `progress` holds, oldest first.
+
+    Of several ranks, those that rank 0 has seen.
+    """
     held, _ = _sorted_out(archive, progress)
-    return values_of(archive, held, trajectories)
+    return values_of(archive, held, trajectories, ranks=ranks)
 
 
 def values_of(
-    archive: Archive, steps: Sequence[ArchivedStep], trajectories: int
+    archive: Archive, steps: Sequence[ArchivedStep], trajectories: int, *, ranks: int = 1
 ) -> list[tuple[Sequence[float], float]]:
     """`recent_values` of the state that these steps, in order, have made."""
     newest: list[tuple[Sequence[float], float]] = []
     for step in reversed(steps):
         if len(newest) >= trajectories:
             break
-        newest += [(trained.values, trained.reward) for trained in reversed(archive.load(step.name).trajectories)]
+        share = archive.load(step.name).trajectories[::ranks]  # micro-step by micro-step, rank 0 first
+        newest += [(trained.values, trained.reward) for trained in reversed(share)]
     return newest[:trajectories][::-1]
 
 

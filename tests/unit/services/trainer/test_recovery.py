@@ -148,3 +148,17 @@ async def test_a_checkpoint_that_says_nothing_of_its_epochs_offers_nothing_twice
     old = run.checkpoints[-1][0].model_copy(update={"stretches": []})
     assert await lost_work(run.archive, old, run.streams) == []
     assert old.stretches_to(9, 9, WARM_UP) == []
+
+
+async def test_the_window_of_several_ranks_is_filled_with_what_rank_0_has_seen(tmp_path: Path) -> None:
+    """Else a restart judges the critic's gate by other trajectories than the life before it did."""
+    run = Run(Archive(tmp_path))
+    for size in (4, 3):
+        run.step(size)
+    run.checkpoint()
+    progress = run.checkpoints[-1][0]
+
+    seen = [reward for _, reward in recent_values(run.archive, progress, 3, ranks=2)]
+
+    assert seen == [2.0, 4.0, 6.0]
+    assert [reward for _, reward in recent_values(run.archive, progress, 9, ranks=2)] == [0.0, 2.0, 4.0, 6.0]
