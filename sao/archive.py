@@ -21,6 +21,7 @@ from sao.atomic import TEMPORARY_SUFFIX, write_file
 from sao.v1 import archive_pb2 as pb
 
 _NAME = re.compile(r"update-(\d{8,})-epoch-(\d{4,})(?:-step-(\d{4,}))?\.pb")
+_RUN_FILE = re.compile(r"epoch-(\d{4,})\.toml")
 
 
 class ArchiveError(Exception):
@@ -66,6 +67,11 @@ class Archive:
     def write_run_file(self, epoch: int, text: str) -> None:
         """Keep the run file that this trainer epoch works under, durable on return."""
         write_file(self.run_file(epoch), text.encode())
+
+    def newest_epoch(self) -> int:
+        """The highest trainer epoch that has begun to work, whether it made a step or not; 0: none."""
+        matches = (_RUN_FILE.fullmatch(path.name) for path in self._directory.iterdir())
+        return max([*(int(match[1]) for match in matches if match), *(step.epoch for step in self.steps())], default=0)
 
     def run_file(self, epoch: int) -> Path:
         """Where the run file of this epoch is kept; an earlier release wrote none."""

@@ -85,14 +85,14 @@ async def _train(
     )
     restored = checkpoints.newest()
     store = FileSystemVersionStore(config.versions_dir, config.checkpoint.free_space_mb << 20)
-    epoch = await new_epoch(board, store)
+    archive = Archive(config.run.dir / "archive")
+    epoch = await new_epoch(board, store, archive)
     progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
     if config.run.updates is not None and progress.update >= config.run.updates:
         await ride_out(lambda: board.write_trainer(_finished(progress, epoch)))
         log.info("the run is over already", update=progress.update, updates=config.run.updates)
         return
     initial = _initial_model(config)
-    archive = Archive(config.run.dir / "archive")
     consumer = Consumer(
         streams,
         board,

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sao.archive import Archive
 from sao.board.base import Board, VersionRecord
 from sao.telemetry.logs import get_logger
 from sao.weights.base import VersionStore
@@ -98,15 +99,17 @@ class Publisher:
         return record
 
 
-async def new_epoch(board: Board, store: VersionStore) -> int:
-    """Claim a trainer epoch above that of the newest version committed.
+async def new_epoch(board: Board, store: VersionStore, archive: Archive) -> int:
+    """Claim a trainer epoch above that of the newest version committed and of every step archived.
 
-    A board that was lost counts from 1 again; the version store would refuse such an epoch as overtaken.
+    A board that was lost counts from 1 again; the version store would refuse such an epoch as overtaken, and the
+    archive, where an epoch whose publishing was held may have left more, would take its steps for another's.
     """
     newest = store.names()[-1:]
     committed = store.manifest(newest[0]).trainer_epoch if newest else 0
-    while (epoch := await ride_out(board.new_trainer_epoch)) <= committed:
-        log.warning("the board knows fewer epochs than the version store: was it lost?", found=epoch, of=committed)
+    known = max(committed, archive.newest_epoch())
+    while (epoch := await ride_out(board.new_trainer_epoch)) <= known:
+        log.warning("the board knows fewer epochs than the run's folder: was it lost?", found=epoch, of=known)
     return epoch
 
 

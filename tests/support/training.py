@@ -157,13 +157,13 @@ class Trainer:
         checkpoints = CheckpointStore(config.run.dir / "checkpoints", config.run.name, 3, 0, 0)
         restored = checkpoints.newest()
         store = FileSystemVersionStore(config.versions_dir, 0)
-        epoch = await new_epoch(world.board, store)
+        archive = Archive(config.run.dir / "archive")
+        epoch = await new_epoch(world.board, store, archive)
         progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
         backend = TorchReferenceBackend(config, world.initial)
         ranks = Ranks(backend, Update(backend, UpdateSettings.of(config)))
         if restored is not None:
             ranks.load(restored.backend_dir)
-        archive = Archive(config.run.dir / "archive")
         consumer = Consumer(
             world.streams,
             world.board,

@@ -111,6 +111,21 @@ async def test_engines_that_lost_every_version_get_the_held_one(new_world: NewWo
     assert sorted(await board.versions()) == ["v00000004"]
 
 
+async def test_an_epoch_that_published_nothing_is_not_used_again_when_the_board_is_lost(new_world: NewWorld) -> None:
+    """Else its archived steps would be taken for those of the later life, and what they trained on for held."""
+    world = new_world("run.updates=5", *GUARDED)
+    await world.deliver_many(10)
+    await with_entropies(await world.start(), JUMP).run_updates(3)
+    second = with_entropies(await world.start(), [9.0, 9.0])
+    await second.run_until_crash(second.parts.ranks, "finish", at=2)
+
+    world.board = board = MemoryBoard()
+    world.streams = MemoryStreams(board)
+    third = await world.start()
+
+    assert (second.parts.epoch, third.parts.epoch) == (2, 3)
+
+
 async def test_the_last_publish_is_held_too_and_the_report_says_so(new_world: NewWorld) -> None:
     world = new_world("run.updates=3", *GUARDED)
     await world.deliver_many(6)
