@@ -109,7 +109,8 @@ class Watch:
             self._trained_at = now
             self._board_at = 0.0  # look again before judging
             return False
-        newest = self._progress.version
+        trainer = self._board.trainer()
+        newest = trainer.version if trainer is not None else self._progress.version
         behind = [name for name, facts in self._engines.items() if facts.version != newest or not facts.in_rotation]
         if behind and now - self._trained_at < CONVERGE_S:
             return False

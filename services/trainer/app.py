@@ -31,6 +31,7 @@ from sao.telemetry.health import Health
 from sao.telemetry.http import TelemetryServer
 from sao.telemetry.logs import get_logger
 from sao.tokenizer import FileTokenizer
+from sao.weights.base import VersionStore
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.backends.base import TrainingBackend
 from services.trainer.batcher import batcher_of
@@ -88,8 +89,8 @@ async def _train(
     archive = Archive(config.run.dir / "archive")
     epoch = await new_epoch(board, store, archive)
     progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
-    if config.run.updates is not None and progress.update >= config.run.updates:
-        await ride_out(lambda: board.write_trainer(_finished(progress, epoch)))
+    if config.run.updates is not None and progress.update >= config.run.updates and published(store, progress):
+        await ride_out(lambda: board.write_trainer(_finished(progress, epoch, store.names()[-1])))
         log.info("the run is over already", update=progress.update, updates=config.run.updates)
         return
     initial = _initial_model(config)
@@ -122,6 +123,12 @@ async def _train(
         batcher = batcher_of(config, consumer)
         parts = Parts(config, ranks, streams, board, consumer, batcher, publisher, checkpoints, archive, health, epoch)
         await TrainerLoop(parts, progress).run(stop)
+
+
+def published(store: VersionStore, progress: Progress) -> bool:
+    """Whether the newest version holds the last update: not while a guard held it."""
+    newest = store.names()[-1:]
+    return bool(newest) and store.manifest(newest[0]).update >= progress.update
 
 
 @contextlib.contextmanager
@@ -189,11 +196,11 @@ def _follow(config: RunConfig) -> None:
         backend.close()
 
 
-def _finished(progress: Progress, epoch: int) -> TrainerFacts:
+def _finished(progress: Progress, epoch: int, version: str) -> TrainerFacts:
     return TrainerFacts(
         epoch=epoch,
         update=progress.update,
-        version=progress.version,
+        version=version,
         consumed=progress.consumed,
         state=TrainerState.FINISHED,
     )

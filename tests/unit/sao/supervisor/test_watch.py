@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from sao.board.base import EngineFacts, EngineState
+from sao.board.base import EngineFacts, EngineState, TrainerFacts, TrainerState
 from sao.config import load_run_config
 from sao.preference import Preference
 from sao.supervisor import watch
@@ -29,6 +29,10 @@ class StandInBoard:
 
     looks: list[dict[str, EngineFacts]]
     seen: int = 0
+    facts: TrainerFacts | None = None
+
+    def trainer(self) -> TrainerFacts | None:
+        return self.facts
 
     def engines(self) -> dict[str, EngineFacts]:
         self.seen += 1
@@ -112,6 +116,20 @@ def test_the_run_is_over_when_every_engine_serves_the_newest_version(
 
     assert board.seen >= 4
     assert "every engine serves v00000002" in capsys.readouterr().out
+
+
+def test_a_version_that_no_update_made_is_waited_for_too(
+    supervisors: dict[str, Supervisor], tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a guard had held at the end of a run is published when the run is started again."""
+    RunFolder(tmp_path).rows_file.write_text("".join(row.model_dump_json() + "\n" for row in rows_of([1.0] * 8)))
+    there = engine(EngineState.SERVING, "v00000003", verified=["v00000003"])
+    watched, board = watching(supervisors["finished"], tmp_path, [there])
+    board.facts = TrainerFacts(epoch=2, update=4, version="v00000003", consumed=8, state=TrainerState.FINISHED)
+
+    watched.until_finished([])
+
+    assert "every engine serves v00000003" in capsys.readouterr().out
 
 
 def test_the_end_does_not_wait_for_ever_for_an_engine(

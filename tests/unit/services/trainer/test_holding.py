@@ -9,10 +9,13 @@ import pytest
 from prometheus_client import REGISTRY
 from structlog.testing import capture_logs
 
+from sao.board.base import TrainerState
 from sao.board.memory import MemoryBoard
 from sao.report import make_report
 from sao.rows import UpdateRow, read_rows
 from sao.streams.memory import MemoryStreams
+from sao.weights.filesystem import FileSystemVersionStore
+from services.trainer.app import published
 from services.trainer.core.guards import GUARD_NAMES
 from services.trainer.core.update import UpdateStats
 from services.trainer.schedule import Gate
@@ -140,6 +143,26 @@ async def test_the_last_publish_is_held_too_and_the_report_says_so(new_world: Ne
     made = make_report(world.config.run.dir)
     assert made is not None
     assert made[0].held == ["entropy_slope 8 nats per update, limit 0.5"]
+
+
+async def test_a_looser_limit_publishes_what_a_finished_run_was_held_back_with(new_world: NewWorld) -> None:
+    world = new_world("run.updates=3", *GUARDED)
+    await world.deliver_many(6)
+    await with_entropies(await world.start(), JUMP).run()
+    store = FileSystemVersionStore(world.config.versions_dir, 0)
+    ended = (await world.start()).loop.progress()
+    assert not published(store, ended)
+
+    looser = new_world("run.updates=3", *GUARDED, "guards.entropy_slope=off")
+    looser.board, looser.streams = world.board, world.streams
+    await (await looser.start()).run()
+
+    record = (await world.board.versions())["v00000004"]
+    assert (record.update, record.parent) == (3, "v00000003")
+    facts = await world.board.trainer()
+    assert facts is not None
+    assert (facts.version, facts.state) == ("v00000004", TrainerState.FINISHED)
+    assert published(store, ended)
 
 
 PRETRAINED = ("critic.warmup_updates=1", "critic.explained_variance_window=4")
