@@ -43,23 +43,25 @@ class ArchivedRun:
 
     def __init__(self, folder: Path) -> None:
         """CannotReplayError when there is no run, or nothing of it in the archive."""
-        if not (folder / "run.toml").is_file():
-            msg = f"{folder} holds no run: expected run.toml, give the folder that --run-dir named"
-            raise CannotReplayError(msg)
         if not (folder / "archive").is_dir():
-            msg = f"{folder} has no archive: the run has made no update yet"
+            made = "has no archive: the run has made no update yet"
+            none = "holds no run: expected an archive, give the folder that --run-dir or run.dir named"
+            msg = f"{folder} {made if (folder / 'run.toml').is_file() else none}"
             raise CannotReplayError(msg)
         self.folder = folder
         self.archive = Archive(folder / "archive")
-        name = self.config(0).run.name
+        name = self.config(self.archive.newest_epoch()).run.name
         self._checkpoints = CheckpointStore(folder / "checkpoints", name, keep_last=1, keep_every=0, min_free_bytes=0)
         newest = self._checkpoints.newest()
         self.steps = effective_steps(self.archive, newest.progress if newest is not None else None)
 
     def config(self, epoch: int) -> RunConfig:
         """The run file that this trainer epoch worked under; the run's present one where none was kept."""
-        kept = self.archive.run_file(epoch)
-        return load_run_config(kept if kept.exists() else self.folder / "run.toml", env={})
+        kept, present = self.archive.run_file(epoch), self.folder / "run.toml"
+        if not kept.exists() and not present.exists():
+            msg = f"{self.folder} holds no run: expected run.toml, or archive/{kept.name}"
+            raise CannotReplayError(msg)
+        return load_run_config(kept if kept.exists() else present, env={})
 
     def plan(self, updates: Collection[int]) -> list[Stretch]:
         """The fewest steps that replay these updates, each stretch once, in order.

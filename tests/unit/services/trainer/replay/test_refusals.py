@@ -22,6 +22,12 @@ def step_file(folder: Path, update: int) -> Path:
 
 def no_run(folder: Path) -> None:
     (folder / "run.toml").unlink()
+    no_archive(folder)
+
+
+def no_run_file(folder: Path) -> None:
+    for file in [folder / "run.toml", *(folder / "archive").glob("epoch-*.toml")]:
+        file.unlink()
 
 
 def no_archive(folder: Path) -> None:
@@ -61,6 +67,7 @@ def hole(folder: Path) -> None:
     ("damage", "update", "said"),
     [
         (no_run, 4, "holds no run"),
+        (no_run_file, 4, "holds no run: expected run.toml, or archive/epoch-0004.toml"),
         (no_archive, 4, "has no archive"),
         (no_model, 4, "/nowhere"),
         (no_lags, 4, "earlier release"),

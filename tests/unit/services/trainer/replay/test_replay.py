@@ -75,6 +75,13 @@ def test_a_run_that_was_never_checkpointed_begins_at_the_initial_model(made_run:
     assert [update.trainer_epoch for update in report.updates] == [1, 1, 1, 1, 2, 4, 4, 4, 4]
 
 
+def test_a_folder_that_no_supervisor_wrote_is_replayed_too(run_folder: Path) -> None:
+    """In a cluster the run file lies elsewhere; the archive has it."""
+    (run_folder / "run.toml").unlink()
+
+    assert replayed(run_folder, [4]).reproduced
+
+
 def test_a_checkpoint_of_an_abandoned_branch_is_no_beginning(run_folder: Path) -> None:
     """As while a trainer that has fallen back has not saved yet."""
     progress = run_folder / "checkpoints" / "update-00000003" / "progress.json"
