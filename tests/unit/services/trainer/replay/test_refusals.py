@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,6 +126,18 @@ def test_an_unforeseen_error_is_not_taken_for_a_divergence(
     monkeypatch.setattr(ArchivedRun, "plan", lambda *_: 1 / 0)
     assert main([str(run_folder), "4"]) == 2
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_machine_without_the_trainers_packages_is_not_taken_for_a_divergence(made_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")")
+    command = [sys.executable, "-m", "services.trainer.replay", str(made_run), "4"]
+
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 2
+    assert "cannot replay: No module named 'torch'" in done.stderr
 
 
 def test_a_warm_up_with_a_hole_cannot_be_replayed(run_folder: Path) -> None:
