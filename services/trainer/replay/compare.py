@@ -15,13 +15,21 @@ from sao.v1 import archive_pb2 as pb
 from services.trainer.metrics import GROUP_OUTCOMES
 
 PER_TOKEN = ("values", "advantages", "ratios", "weights")
-PER_STEP = ("critic_loss", "policy_loss", "critic_grad_norm", "policy_grad_norm", "skipped")
+PER_STEP = ("critic_loss", "policy_loss", "critic_grad_norm", "policy_grad_norm", "skipped", "policy_lr", "critic_lr")
 OF_THE_MOMENT = frozenset(
     {"queue_depth", "queue_age_s", "update_s", "idle_s", "unsettled"}
     | {f"groups_{outcome}" for outcome in GROUP_OUTCOMES}
 )
 """Metrics of the loop around an update: no function of its trajectories."""
-_OF_THE_STEPS = {"critic_grad_norm", "policy_grad_norm", "skipped", "update_skipped", CRITIC_ONLY}
+_OF_THE_STEPS = {
+    "critic_grad_norm",
+    "policy_grad_norm",
+    "skipped",
+    "update_skipped",
+    "policy_lr",
+    "critic_lr",
+    CRITIC_ONLY,
+}
 _OF_THE_SUMMARY = {
     *("trajectories", "action_tokens", "reward_mean", "lag_mean", "lag_max", "versions_mean", "versions_max"),
     *("tokens_mean", "action_tokens_mean", "turns_mean", "truncated_fraction"),
@@ -166,6 +174,7 @@ _LOSS = (
     "every token agrees: a term of the loss or what it is divided by (trainer.kl_coef, trainer.entropy_coef, "
     "trainer.loss_aggregation), or the initial model, which the KL term refers to"
 )
+_RATE = "the step was made at another learning rate than the run file of its time asks for"
 _DERIVED = "every token agrees: how this number is computed changed, or it was changed after it was logged"
 _MEANINGS = {
     "lag": "the lags of its versions, or which version sampled which token, are not those of the run",
@@ -182,6 +191,8 @@ _MEANINGS = {
     "critic_grad_norm": _LOSS,
     "policy_grad_norm": _LOSS,
     "skipped": "a pass was finite in one and not in the other: look for a fault of the machine that trained",
+    "policy_lr": _RATE,
+    "critic_lr": _RATE,
 }
 
 
@@ -204,4 +215,6 @@ def _pairs(logged: pb.ArchivedUpdate, replayed: pb.ArchivedUpdate, only: Collect
 
 def _numbers(update: pb.ArchivedUpdate) -> dict[str, float | str]:
     numbers = {name: value for name, value in update.metrics.items() if name not in OF_THE_MOMENT}
-    return {**numbers, "skipped": f"yes: {update.skipped_reason}" if update.skipped else "no"}
+    skipped = f"yes: {update.skipped_reason}" if update.skipped else "no"
+    # As text: a learning rate lies below any absolute tolerance.
+    return {**numbers, "skipped": skipped, "policy_lr": repr(update.policy_lr), "critic_lr": repr(update.critic_lr)}

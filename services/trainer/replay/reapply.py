@@ -48,7 +48,7 @@ def reapplied(run: ArchivedRun, stretch: Stretch) -> Iterator[tuple[pb.ArchivedU
                 logged = run.archive.load(step.name)
                 critic_only += logged.critic_only
                 taken, stats = trainer.update(logged)
-                yield logged, _archived(logged, taken, stats, critic_only)
+                yield logged, _archived(logged, taken, stats, critic_only, trainer.config)
                 trainer.learn(taken, stats)
                 done.append(step)
             if step is not stretch.steps[-1]:
@@ -169,17 +169,17 @@ def _preference(logged: pb.ArchivedUpdate) -> Preference | None:
 
 
 def _archived(
-    logged: pb.ArchivedUpdate, taken: Sequence[Taken], stats: UpdateStats, critic_only: int
+    logged: pb.ArchivedUpdate, taken: Sequence[Taken], stats: UpdateStats, critic_only: int, config: RunConfig
 ) -> pb.ArchivedUpdate:
-    """The archive entry of the update made again."""
+    """The archive entry of the update made again, at the run file's learning rates (the critic's ramp as logged)."""
     return FinishedUpdate(
         run=logged.run,
         epoch=logged.trainer_epoch,
         update=logged.update,
         version_before=logged.version_before,
         preference=_preference(logged),
-        policy_lr=logged.policy_lr,
-        critic_lr=logged.critic_lr,
+        policy_lr=config.trainer.policy_lr,
+        critic_lr=logged.critic_lr if logged.critic_only else config.critic.lr,
         taken=taken,
         stats=stats,
         numbers=finite(stats.metrics | summary(taken) | {CRITIC_ONLY: float(critic_only)}),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -183,15 +185,32 @@ def test_an_update_that_says_wrongly_that_it_was_skipped_is_named(run_folder: Pa
     assert found(run_folder, SKIPPED).replayed == "yes: loss of the first pass is not finite"
 
 
+@pytest.mark.parametrize("name", ["policy_lr", "critic_lr"])
+def test_a_learning_rate_that_was_changed_is_named(run_folder: Path, name: str) -> None:
+    plant(run_folder, AT, lambda update: setattr(update, name, 1.001 * getattr(update, name)))
+    first = found(run_folder, AT)
+    assert (first.update, first.quantity) == (AT, name)
+    assert ALONE in first.meaning
+
+
 @pytest.mark.parametrize(
-    ("name", "quantity", "means"),
-    [("policy_lr", "ratios", "only the policy differs"), ("critic_lr", "values", "only the critic differs")],
+    ("role", "section", "quantity"), [("policy", "trainer", "ratios"), ("critic", "critic", "values")]
 )
-def test_a_learning_rate_shows_in_the_next_update(run_folder: Path, name: str, quantity: str, means: str) -> None:
-    plant(run_folder, AT, lambda update: setattr(update, name, 2 * getattr(update, name)))
+def test_a_step_at_another_rate_than_it_says_shows_in_the_next_update(
+    run_folder: Path, role: str, section: str, quantity: str
+) -> None:
+    archive = Archive(run_folder / "archive")
+    for update in (AT, AT + 1):
+        plant(run_folder, update, lambda update: setattr(update, f"{role}_lr", 2e-3))
+    file = archive.run_file(archive.read(AT).trainer_epoch)
+    tables = tomllib.loads(file.read_text())
+    tables[section]["lr"] = 2e-3
+    file.write_text(tomli_w.dumps(tables))
+
     first = found(run_folder, AT, AT + 1)
+
     assert (first.update, first.quantity) == (AT + 1, quantity)
-    assert means in first.meaning
+    assert f"only the {role} differs" in first.meaning
 
 
 @pytest.mark.parametrize(
