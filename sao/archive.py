@@ -99,13 +99,17 @@ class Archive:
         return sorted(StepName(int(m[1]), int(m[2]), int(m[3] or 1)) for m in matches if m)
 
     def load(self, step: StepName) -> pb.ArchivedUpdate:
-        """The step of this name; ArchiveError when its file is damaged."""
+        """The step of this name; ArchiveError when its file is damaged or holds another one."""
         path = self._directory / step.file_name
         try:
-            return pb.ArchivedUpdate.FromString(path.read_bytes())
+            found = pb.ArchivedUpdate.FromString(path.read_bytes())
         except DecodeError as error:
             msg = f"{path} is damaged: {error}; restore it from a copy or prune it"
             raise ArchiveError(msg) from error
+        if (found.update, found.trainer_epoch) != (step.update, step.epoch):
+            msg = f"{path} holds update {found.update} of epoch {found.trainer_epoch}: restore the file of its name"
+            raise ArchiveError(msg)
+        return found
 
     def updates(self) -> list[int]:
         """The update numbers that are archived, ascending, each once."""

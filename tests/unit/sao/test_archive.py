@@ -76,6 +76,23 @@ def test_what_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
         archive.read(3)
 
 
+@pytest.mark.parametrize("content", [b"", step(5).SerializeToString(), step(4, 2).SerializeToString()])
+def test_a_file_that_holds_another_step_than_its_name_says_is_refused(tmp_path: Path, content: bytes) -> None:
+    archive = Archive(tmp_path)
+    archive.append(step(4)).write_bytes(content)
+    with pytest.raises(ArchiveError, match=r"update-00000004-epoch-0001\.pb holds update"):
+        archive.read(4)
+
+
+def test_the_newest_epoch_is_known_by_its_steps_and_by_its_run_file(tmp_path: Path) -> None:
+    archive = Archive(tmp_path)
+    assert archive.newest_epoch() == 0
+    archive.append(step(4, 3))
+    assert archive.newest_epoch() == 3
+    archive.write_run_file(5, "")
+    assert archive.newest_epoch() == 5
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     archive = Archive(tmp_path)
     path = archive.append(step(4))
