@@ -13,6 +13,8 @@ from sao.routing import expected_routing
 MIB = 2**20
 BYTES_PER_TOKEN = 9
 """On the wire: a varint of at most 5 bytes for the id and 4 for the log-prob."""
+ARCHIVED_BYTES_PER_TOKEN = 16
+"""Of an action token, on top: value, advantage, ratio and weight."""
 BYTES_PER_TRAJECTORY = 4096
 """Ids, versions, task payload, stream entries and Redis' own bookkeeping for one trajectory, generously."""
 TRAINING_BYTES = 16
@@ -91,6 +93,12 @@ def payload_bytes(config: RunConfig) -> int:
     routing = expected_routing(config)
     per_token = BYTES_PER_TOKEN + (routing.row_bytes if routing is not None else 0)
     return config.rollout.max_tokens * per_token + BYTES_PER_TRAJECTORY
+
+
+def archived_bytes(config: RunConfig) -> int:
+    """Size of an update's file in the archive when every trajectory of it is the longest."""
+    one = payload_bytes(config) + action_tokens(config) * ARCHIVED_BYTES_PER_TOKEN
+    return config.trainer.trajectories_per_update * one
 
 
 def redis_bytes(config: RunConfig) -> int:

@@ -10,6 +10,8 @@ from sao.config.algorithms import unused
 from sao.config.model_size import parameters
 from sao.config.schema import RunConfig
 
+ARCHIVE_LIMIT = 2**31
+"""Bytes of one message, which protobuf does not write."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
@@ -74,6 +76,13 @@ def _limits(config: RunConfig) -> Iterator[Doubt]:
         )
     if derived.payload_bytes(config) > ingest.max_message_mb * derived.MIB:
         yield Doubt("ingest.max_message_mb", f"{ingest.max_message_mb} MiB is less than the longest trajectory")
+    update = derived.archived_bytes(config)
+    if update >= ARCHIVE_LIMIT:
+        yield Doubt(
+            "trainer.trajectories_per_update",
+            f"an update of the longest trajectories takes {update / 2**30:.1f} GiB in the archive, whose files hold at "
+            "most 2: the trainer would end at it, and again at each start",
+        )
     mark = config.redis.maxmemory_mb * derived.MIB * config.redis.back_pressure_at
     if (need := derived.redis_bytes(config)) > mark:
         yield Doubt(

@@ -160,6 +160,19 @@ def test_presets_raise_no_doubt_but_that_the_checkpoint_is_yours_to_bring(name: 
     assert found in ([], ["model.path"])
 
 
+def test_an_update_that_the_archive_cannot_write_is_doubted(tmp_path: Path) -> None:
+    """With the routes of a large mixture of experts; 128 trajectories of 32768 tokens without them are far from it."""
+    model = {"model_type": "moe", "num_hidden_layers": 64, "num_experts": 128, "num_experts_per_tok": 8}
+    (tmp_path / "config.json").write_text(json.dumps(model | {"vocab_size": 8}))
+
+    def doubted(*sets: str) -> bool:
+        found = doubts(configured(f'model.path="{tmp_path}"', *sets, preset="paper-math"))
+        return "trainer.trajectories_per_update" in {doubt.key for doubt in found}
+
+    assert doubted("trainer.routing_replay=true")
+    assert not doubted("trainer.routing_replay=false")
+
+
 def test_a_token_settles_exposure() -> None:
     config = load_run_config(None, ["ingest.bind=0.0.0.0"], {"SAO__AUTH__TOKEN": "secret"}, preset="tiny")
     assert doubts(config) == []
