@@ -29,15 +29,22 @@ class MissingComponentError(KeyError):
 class PreferenceDocument(BaseModel):
     """The body of PUT /v1/preferences."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
+    """For people."""
     weights: Annotated[dict[ComponentName, Finite], Field(min_length=1)]
+    """What each raw component adds to the reward."""
     offset: Finite = 0.0
+    """Added to their sum."""
     low: Finite = 0.0
+    """The sum is clipped to at least this, and the reward is this when a threshold is missed ..."""
     high: Finite = 1.0
+    """... and to at most this."""
     gates: list[ComponentName] = []
+    """Components that the clipped sum is multiplied by."""
     thresholds: dict[ComponentName, Finite] = {}
+    """The least that a component must be."""
 
     @model_validator(mode="after")
     def _range(self) -> PreferenceDocument:

@@ -18,14 +18,14 @@ from sao.config.dump import without_password
 from sao.config.keys import all_settings
 from sao.routing import expected_routing
 
-RunFile = Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run file; none: the preset alone.")]
+RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run file; none: the preset alone.")]
 Preset = Annotated[str | None, typer.Option(help="A preset to start from; the run file may name one itself.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=c", help="One setting; may be repeated.")]
 AsToml = Annotated[bool, typer.Option("--toml", help="Print the effective configuration as a run file, nothing else.")]
 
 
 def check(run_file: RunFile = None, preset: Preset = None, sets: Sets = None, toml: AsToml = False) -> None:
-    """Print effective settings, what follows from them, and doubts; exit 2 with the key's name when one is wrong."""
+    """Print effective settings, what follows from them, and warnings; exit 2 with the key's name when one is wrong."""
     try:
         config = load_run_config(run_file, sets or (), preset=preset)
         not_here = refuse_unusable_task(config)

@@ -11,6 +11,7 @@ import typer
 from sao.cli.check import check
 from sao.cli.replay import replay
 from sao.config import ConfigError, RunConfig, load_run_config
+from sao.config.doubts import doubts
 
 app = typer.Typer(
     name="sao",
@@ -21,8 +22,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="""Teach a language model from one rollout at a time, while it is used.
 
-    Start here: **sao up --preset tiny** runs the whole system on this machine. Then, in another terminal, switch
-    what is rewarded with the `curl` it shows, and watch the reward fall and recover.""",
+    Start here: **sao up --preset tiny** runs the whole system on this machine. Then **sao up --preset tiny-writing**:
+    switch what is rewarded with the `curl` it shows, in another terminal, and watch the reward fall and recover.""",
 )
 app.command("check")(check)
 app.command("replay")(replay)
@@ -33,7 +34,7 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
 
 @app.command()
 def up(  # noqa: PLR0917  # typer reads the signature
-    run_file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="The run file.")] = None,
+    run_file: Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run file.")] = None,
     preset: Annotated[str | None, typer.Option(metavar="NAME|FILE", help="A preset's name, or a run file.")] = None,
     seed: Annotated[int | None, typer.Option(help="run.seed: warm start, prompts and engines follow from it.")] = None,
     updates: Annotated[int | None, typer.Option(help="run.updates: policy updates after which the run ends.")] = None,
@@ -60,6 +61,8 @@ def up(  # noqa: PLR0917  # typer reads the signature
         given.append(f"run.dir={run_dir}")
     try:
         config = asked_config(run_file, preset, given, run_dir)
+        for doubt in doubts(config):
+            typer.echo(f"warning {doubt.key}: {doubt.text}", err=True)
         code = run_up(config, view_for_terminal())
     except ConfigError as error:
         typer.echo(f"configuration error: {error}", err=True)

@@ -10,10 +10,10 @@ from typing import Annotated, NoReturn
 import typer
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
-Updates = Annotated[list[int] | None, typer.Argument(metavar="[UPDATE]...", help="Updates; 0: the critic's warm-up.")]
+Updates = Annotated[list[int] | None, typer.Argument(metavar="UPDATE", help="Updates; 0: those of the critic alone.")]
 Drawn = Annotated[int, typer.Option("--random", metavar="N", help="N more updates, drawn at random.")]
 Seed = Annotated[int, typer.Option(help="Of the draw.")]
-Relative = Annotated[float, typer.Option("--tolerance", help="Relative; a tenth of it absolutely.")]
+Relative = Annotated[float, typer.Option("--tolerance", help="Largest relative difference; a tenth of it absolutely.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 

@@ -6,7 +6,7 @@ mathematics, docs/algorithm.md the sources.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,20 +66,21 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     name, algorithm = config.trainer.algorithm, config.algorithm
     per_update = config.trainer.trajectories_per_update
     for section, used_by in _SECTIONS.items():
-        if not used_by(algorithm) and (key := _changed(config, section)):
+        if not used_by(algorithm):
             takers = ", ".join(other for other, it in ALGORITHMS.items() if used_by(it))
-            yield f"{section}.{key}", f"{name} does not use it; it belongs to {takers}"
-    if algorithm.in_groups and per_update % config.group.size:
-        reason = f"{per_update} is no multiple of group.size {config.group.size}: {name} trains whole groups"
-        yield "trainer.trajectories_per_update", reason
+            for key in _changed(config, section):
+                yield f"{section}.{key}", f"{name} does not use it; it belongs to {takers}"
+    if algorithm.in_groups and per_update % (size := config.group.size):
+        reason = f"{per_update} is no multiple of group.size {size}: {name} trains whole groups; expected "
+        yield "trainer.trajectories_per_update", reason + f"{-(-per_update // size) * size}, or another group.size"
     if algorithm.advantage in {"group", "tracker"} and config.trainer.advantage_norm == "whiten":
         yield "trainer.advantage_norm", f"{name} normalises its advantages itself: expected none"
     if algorithm.advantage == "tracker" and per_update < 2:
         reason = f"{name} normalises over the update: of one trajectory nothing would be left; expected at least 2"
         yield "trainer.trajectories_per_update", reason
     if config.ppo.minibatches > 1 and per_update % (config.ppo.minibatches * config.trainer.ranks):
-        shares = f"trainer.trajectories_per_update {per_update} on {config.trainer.ranks} ranks"
-        yield "ppo.minibatches", f"{config.ppo.minibatches} does not divide {shares}"
+        parts = f"{config.ppo.minibatches} x trainer.ranks {config.trainer.ranks}"
+        yield "ppo.minibatches", f"{parts} does not divide trainer.trajectories_per_update {per_update}"
     if algorithm.synchronous and config.trainer.publish_every != 1:
         reason = f"{config.trainer.publish_every}: {name} waits for the weights of every update; expected 1"
         yield "trainer.publish_every", reason
@@ -94,22 +95,17 @@ def unused(config: RunConfig) -> Iterator[tuple[str, str]]:
     """
     name, algorithm = config.trainer.algorithm, config.algorithm
     if not algorithm.has_critic:
-        if key := _changed(config, "critic"):
-            yield f"critic.{key}", f"not used: {name} has no critic"
-        for key in ("gamma", "alpha", "lambda_critic"):
-            if _differs(config.trainer, key):
-                yield f"trainer.{key}", f"not used: {name} has no critic"
+        sections = {"critic": None, "trainer": ("gamma", "alpha", "lambda_critic"), "guards": ("explained_variance",)}
+        for section, keys in sections.items():
+            for key in _changed(config, section, keys):
+                yield f"{section}.{key}", f"not used: {name} has no critic"
     if algorithm.loss != "dis":
-        for key in ("eps_low", "eps_high"):
-            if _differs(config.trainer, key):
-                yield f"trainer.{key}", f"not used: {name} clips by [ppo]"
+        for key in _changed(config, "trainer", ("eps_low", "eps_high")):
+            yield f"trainer.{key}", f"not used: {name} clips by [ppo]"
 
 
-def _changed(config: RunConfig, section: str) -> str:
-    """The first key of a section that differs from its default, or nothing."""
+def _changed(config: RunConfig, section: str, keys: Iterable[str] | None = None) -> list[str]:
+    """Those of a section's keys, all of them by default, that differ from their default."""
     values = getattr(config, section)
-    return next((key for key in type(values).model_fields if _differs(values, key)), "")
-
-
-def _differs(section: Any, key: str) -> bool:  # noqa: ANN401 - any section
-    return bool(getattr(section, key) != type(section).model_fields[key].default)
+    fields = type(values).model_fields
+    return [key for key in keys or fields if getattr(values, key) != fields[key].default]

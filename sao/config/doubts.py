@@ -56,6 +56,9 @@ def _learning(config: RunConfig) -> Iterator[Doubt]:
     if config.algorithm.has_critic and 0 < most < window:
         reason = f"{most} never fill the windows of {trainer.ranks} ranks ({window}): the gate cannot be passed"
         yield Doubt("critic.pretrain_trajectories", reason)
+    if config.run.updates is not None and config.run.updates < config.guards.window:
+        reason = f"{config.guards.window} is more than run.updates {config.run.updates}: no guard ever judges"
+        yield Doubt("guards.window", reason)
     if trainer.dtype not in {"auto", engine.dtype}:
         yield Doubt(
             "engine.dtype",

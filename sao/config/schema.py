@@ -87,7 +87,7 @@ class ModelSection(Section):
     experts: Count = 8
     """Of the tiny model, per layer."""
     experts_per_token: Count = 2
-    """The four above shape the tiny Qwen3-MoE and are ignored by nothing: with `path` they are refused."""
+    """Of the tiny model. The four that shape it are refused beside `path`."""
 
     @model_validator(mode="after")
     def _tiny_shape_only_without_path(self) -> ModelSection:
@@ -226,7 +226,7 @@ class CriticSection(Section):
     updates_per_policy_update: Count = 2  # [P] K
     """K: critic steps on the same trajectories before each policy step."""
     frozen: list[str] = [r"\.self_attn\.", r"\.mlp\.gate\.", r"norm", r"embed_tokens"]
-    """Regular expressions over parameter names: attention [P], router, norms, embeddings [D]."""
+    """Regular expressions over parameter names: attention as in the paper; router, norms and embeddings are ours."""
     pretrain_trajectories: Annotated[int, Field(ge=0)] = 1024  # [D]
     """Trajectories of the initial policy that the critic alone may train on first, at most; 0: no pre-training."""
     pretrain_explained_variance: Annotated[float, Field(le=1, allow_inf_nan=False)] = 0.2  # [D]

@@ -35,14 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the exit status of the module's head."""
     parser = argparse.ArgumentParser(prog="sao replay", allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
-    parser.add_argument("updates", type=int, nargs="*", metavar="UPDATE", help="0: the critic's warm-up")
+    parser.add_argument("updates", type=int, nargs="*", metavar="UPDATE", help="0: those of the critic alone")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N more updates, drawn at random")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative; a tenth of it absolutely")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args(argv)
-    if not arguments.updates and arguments.random < 1:
-        parser.error("name an update, or --random N")
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         run = ArchivedRun(arguments.run)
@@ -74,7 +72,10 @@ def drawn(run: ArchivedRun, count: int, seed: int) -> list[int]:
 
 
 def replay(run: ArchivedRun, wanted: Sequence[int], tolerance: Tolerance, progress: Progress) -> ReplayReport:
-    """Replay in order until the first divergence; CannotReplayError when one of them cannot be."""
+    """Replay in order until the first divergence; CannotReplayError when there is none, or one of them cannot be."""
+    if not wanted:
+        msg = f"no update asked for: name one, or --random N; those that can be replayed: {run.able}"
+        raise CannotReplayError(msg)
     stretches = run.plan(wanted)
     bar = progress.add_task("re-applying", total=sum(len(stretch.steps) for stretch in stretches))
     made: list[ReplayedUpdate] = []

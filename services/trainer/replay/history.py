@@ -93,6 +93,11 @@ class ArchivedRun:
         lacking = {step.name.update for i, step in enumerate(self.steps) if i not in able}
         return sorted({step.name.update for step in self.steps} - lacking)
 
+    @property
+    def able(self) -> str:
+        """The same for people."""
+        return spans(self.replayable()) or "none"
+
     def _starts(self) -> Iterator[tuple[Checkpoint | None, int]]:
         """Every state that a replay may begin from, newest first, with the index of the step after it."""
         positions = [step.position for step in self.steps]
@@ -111,7 +116,7 @@ class ArchivedRun:
             raise CannotReplayError(self._refusal(stretch.steps[-1].name.update, reason))
 
     def _refusal(self, update: int, reason: str) -> str:
-        return f"update {update} cannot be replayed: {reason}; those that can: {spans(self.replayable()) or 'none'}"
+        return f"update {update} cannot be replayed: {reason}; those that can: {self.able}"
 
 
 def spans(numbers: Sequence[int]) -> str:

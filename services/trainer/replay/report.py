@@ -28,7 +28,7 @@ class ReplayedUpdate(_Part):
 
     update: int
     critic_only: int
-    """Warm-up steps made by then."""
+    """Steps of the critic alone (pre-training, warm-up) made by then."""
     trainer_epoch: int
     origin: str
     """The state that its stretch began from."""
@@ -41,7 +41,7 @@ class ReplayedUpdate(_Part):
 
     @property
     def name(self) -> str:
-        return f"update {self.update}" + (f", warm-up {self.critic_only}" if self.update == 0 else "")
+        return f"update {self.update}" + (f", critic-only {self.critic_only}" if self.update == 0 else "")
 
 
 class ReplayReport(_Part):

@@ -44,6 +44,17 @@ def test_a_run_file_with_an_unknown_key_ends_with_2(tmp_path: Path) -> None:
         assert "rollout.concurency" in result.output
 
 
+def test_doubts_are_told_and_the_run_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sao.supervisor.up.up", lambda _config, _view: 0)
+    arguments = ["up", "--preset", "tiny", "--run-dir", str(tmp_path / "run")]
+
+    assert runner.invoke(app, arguments).stderr == ""
+    result = runner.invoke(app, [*arguments, "--set", "trainer.algorithm=vapo"])
+
+    assert result.exit_code == 0
+    assert result.stderr == "warning trainer.eps_high: not used: vapo clips by [ppo]\n"
+
+
 def test_options_override_the_preset(tmp_path: Path) -> None:
     config = asked_config(None, "tiny", ["run.seed=5", "run.updates=7", "trainer.trajectories_per_update=1"], tmp_path)
 

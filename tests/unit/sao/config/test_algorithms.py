@@ -33,7 +33,8 @@ def test_every_name_is_an_algorithm() -> None:
         (("trainer.algorithm=grpo_dis", "ppo.minibatches=2"), "ppo.minibatches", "grpo_dis does not use it"),
         (("trainer.algorithm=spo", "moving_average.window=4"), "moving_average.window", "belongs to reinforce_ma"),
         (("trainer.algorithm=reinforce_ma", "spo.rho_min=0.5"), "spo.rho_min", "belongs to spo"),
-        (("trainer.algorithm=grpo_async",), "trainer.trajectories_per_update", "4 is no multiple of group.size 8"),
+        (("trainer.algorithm=grpo_async",), "trainer.trajectories_per_update", "no multiple of group.size 8"),
+        (("trainer.algorithm=grpo_async", "group.size=3"), "trainer.trajectories_per_update", "expected 6, or another"),
         (
             ("trainer.algorithm=spo", "trainer.trajectories_per_update=1"),
             "trainer.trajectories_per_update",
@@ -50,7 +51,7 @@ def test_every_name_is_an_algorithm() -> None:
             "trainer.publish_every",
             "waits for the weights of every update",
         ),
-        (("trainer.algorithm=vapo", "ppo.minibatches=3"), "ppo.minibatches", "does not divide"),
+        (("trainer.algorithm=vapo", "ppo.minibatches=3"), "ppo.minibatches", "3 x trainer.ranks 1 does not divide"),
         (("trainer.algorithm=spo", "spo.rho_min=0.97"), "spo.rho_min", "above spo.rho_max"),
         (("trainer.algorithm=dapo",), "trainer.algorithm", "grpo_sync"),
     ],
@@ -93,6 +94,13 @@ def test_settings_that_the_algorithm_has_no_part_for_are_named() -> None:
     assert found["critic.lr"] == "not used: grpo_async has no critic"
     assert found["trainer.eps_high"] == "not used: grpo_async clips by [ppo]"
     assert not {"critic.lr", "trainer.eps_high"} & {doubt.key for doubt in doubts(load())}
+
+
+def test_each_setting_without_a_part_is_named_not_only_the_first_of_its_section() -> None:
+    sets = ("trainer.algorithm=spo", "critic.warmup_updates=3", "trainer.alpha=2.0", "guards.explained_variance=0.1")
+    named = {doubt.key for doubt in doubts(load(*sets)) if doubt.text == "not used: spo has no critic"}
+    of_the_preset = {"critic.lr", "critic.pretrain_trajectories", "critic.pretrain_explained_variance"}
+    assert named == of_the_preset | {"critic.warmup_updates", "trainer.alpha", "guards.explained_variance"}
 
 
 def test_without_a_critic_there_is_nothing_to_train_first() -> None:

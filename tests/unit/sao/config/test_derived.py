@@ -39,6 +39,15 @@ def test_a_window_that_the_ranks_never_fill_is_doubted() -> None:
     assert not doubted("trainer.ranks=8", "critic.pretrain_trajectories=0")
 
 
+def test_guards_that_never_judge_are_doubted() -> None:
+    def doubted(*sets: str) -> bool:
+        return "guards.window" in {doubt.key for doubt in doubts(configured(*sets))}
+
+    assert doubted("run.updates=49")
+    assert not doubted("run.updates=50")
+    assert not doubted()
+
+
 @given(
     per_update=st.integers(1, 200),
     max_lag=st.integers(0, 20),

@@ -153,5 +153,5 @@ def test_the_command_prints_tables_and_one_object(made_run: Path, capsys: pytest
     assert (report["reproduced"], report["divergence"], len(report["wanted"])) == (True, None, 7)
     assert main([str(made_run), "0", "1", "3", "5"]) == 0
     lines = capsys.readouterr().out
-    assert "0, warm-up 2" in lines
+    assert "0, critic-only 2" in lines
     assert "reproduced: update 0-1, 3, 5; 7 steps re-applied" in lines
