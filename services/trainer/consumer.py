@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -156,7 +156,8 @@ class Consumer:
         self._restored = set(restored)
         self._in_hand: dict[str, Delivery] = {}
         self._clock = clock
-        self._archived: deque[Archived] = deque()
+        self._archived: dict[str, Archived] = {}
+        """By id, until each is held or dropped."""
         self._versions: dict[str, VersionRecord] = {}
         self._pinned: Preference | None = None
         self._forgone = set(forgone)
@@ -173,7 +174,7 @@ class Consumer:
 
     def requeue(self, archived: Iterable[Archived]) -> None:
         """Train these before anything from the stream."""
-        self._archived.extend(archived)
+        self._archived |= {again.trajectory.id: again for again in archived}
 
     def know(self, record: VersionRecord) -> None:
         """Note a version this trainer has just published."""
@@ -221,8 +222,7 @@ class Consumer:
 
     async def arrive(self, *, block_ms: int) -> Arrived | Refused | None:
         """The next trajectory, undecided, or why it was refused, or None when none came within `block_ms`."""
-        if self._archived:
-            again = self._archived.popleft()
+        if again := next(iter(self._archived.values()), None):
             return Arrived(again.trajectory, again.outcome, None, 0, again.routed_experts)
         deliveries = await self._streams.read(StreamName.SCORED, CONSUMER, count=1, block_ms=block_ms)
         if not deliveries:
@@ -230,10 +230,17 @@ class Consumer:
         return await self._open_up(deliveries[0])
 
     async def hold(self, arrived: Arrived) -> None:
-        """Keep it until it is judged: it is consumed, and known when an outage delivers it again."""
+        """Keep it until it is judged: it is consumed, and known when an outage delivers it again.
+
+        StreamUnavailableError leaves it as if it had not arrived, so that it arrives again.
+        """
+        if self._defer_consumed:
+            self._unreleased.append(arrived.trajectory.id)
+        else:
+            await self._streams.mark_consumed([arrived.trajectory.id])
         if arrived.delivery is not None:
             self._in_hand.setdefault(arrived.trajectory.id, arrived.delivery)
-        await self._mark_consumed(arrived.trajectory.id)
+        self._archived.pop(arrived.trajectory.id, None)
 
     async def release(self) -> None:
         """With `defer_consumed`: count as consumed what was taken since the last time."""
@@ -243,12 +250,6 @@ class Consumer:
     async def drop(self, taken: Taken, reason: str) -> Refused:
         """Let go of what was taken and cannot train after all."""
         return await self._drop(taken.trajectory, self._in_hand.get(taken.trajectory.id), reason)
-
-    async def _mark_consumed(self, trajectory_id: str) -> None:
-        if self._defer_consumed:
-            self._unreleased.append(trajectory_id)
-        else:
-            await self._streams.mark_consumed([trajectory_id])
 
     async def _open_up(self, delivery: Delivery) -> Arrived | Refused:
         if delivery.trajectory_id in self._in_hand:
@@ -362,22 +363,23 @@ class Consumer:
         if delivery is None or rescores >= MAX_RESCORES:
             log.warning("dropped: the preference's components are missing", trajectory=trajectory.id, reason=why)
             return await self._drop(trajectory, delivery, "preference")
-        self._in_hand.pop(trajectory.id, None)
         fields = {key: value for key, value in delivery.fields.items() if key != "outcome"}
         await self._streams.move(delivery, CONSUMER, StreamName.TRAJECTORIES, {**fields, "rescores": str(rescores + 1)})
+        self._in_hand.pop(trajectory.id, None)
         metrics.RESCORED.inc()
         log.info("sent back for scoring", trajectory=trajectory.id, reason=why, rescores=rescores + 1)
         return Refused(trajectory.id, "rescore")
 
     async def _drop(self, trajectory: Trajectory, delivery: Delivery | None, reason: str) -> Refused:
-        self.dropped[reason] += 1
-        metrics.count_dropped(trajectory, reason)
         await self._streams.mark_consumed([trajectory.id])
-        self._in_hand.pop(trajectory.id, None)
         if delivery is not None:
             await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
         else:
             self._forgone.add(trajectory.id)
+        self._in_hand.pop(trajectory.id, None)
+        self._archived.pop(trajectory.id, None)
+        self.dropped[reason] += 1
+        metrics.count_dropped(trajectory, reason)
         log.info("dropped", trajectory=trajectory.id, reason=reason, action_tokens=trajectory.action_count)
         return Refused(trajectory.id, reason)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -243,6 +245,73 @@ async def test_groups_outlive_a_store_that_comes_and_goes(new_world: NewWorld, m
     await trainer.run()
     ids = [t.id for row in rows(world) for t in row.trajectories]
     assert len(ids) == len(set(ids)) == 12
+
+
+def failing_once(call: Callable[..., Awaitable[Any]], at: int) -> Callable[..., Awaitable[Any]]:
+    """The same call, of which the `at`-th finds the store unavailable."""
+    calls = itertools.count(1)
+
+    async def sometimes(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == at:
+            msg = "the store is down"
+            raise StreamUnavailableError(msg)
+        return await call(*arguments, **keywords)
+
+    return sometimes
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 5, 7, 9])
+@pytest.mark.parametrize("where", ["mark_consumed", "payload", "preference"])
+@pytest.mark.parametrize("algorithm", [("trainer.algorithm=sao", "trainer.trajectories_per_update=4"), GRPO])
+async def test_an_outage_at_any_call_loses_no_trajectory_of_the_process(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch, algorithm: tuple[str, ...], where: str, at: int
+) -> None:
+    world = new_world(*algorithm, "run.updates=3")
+    ids = await world.deliver_many(12)
+    trainer = await world.start()
+    owner = world.board if where == "preference" else world.streams
+    monkeypatch.setattr(owner, where, failing_once(getattr(owner, where), at))
+
+    await trainer.run()
+
+    assert sorted(t.id for row in rows(world) for t in row.trajectories) == sorted(ids)
+    assert await world.streams.unconsumed() == 0
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+async def test_an_outage_while_a_group_is_dropped_counts_and_settles_each_member_once(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    world = new_world(*GRPO)
+    groups, clock, trainer = await groups_of(world)
+    lost = await deliver(world, [(0, 0, 1.0), (0, 1, 0.0)])
+    await drained(groups)
+    clock.now = world.config.group.timeout_s + 1
+    monkeypatch.setattr(world.streams, "settle", failing_once(world.streams.settle, at))
+
+    with contextlib.suppress(StreamUnavailableError):
+        await groups.next(START, block_ms=0)
+    await trainer.parts.consumer.open()
+    await drained(groups)
+
+    assert trainer.parts.consumer.dropped == {"group_incomplete": 2}
+    assert await world.settled(lost) == lost
+    assert trainer.parts.consumer.forgone == []
+
+
+async def test_an_outage_loses_nothing_that_came_back_from_the_archive(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = new_world(*GRPO, "run.updates=2", "checkpoint.every_updates=1")
+    ids = await world.deliver_many(8)
+    await (await world.start()).run()
+    (world.config.run.dir / "checkpoints" / "update-00000002" / "progress.json").write_text("torn")
+    second = await world.start()
+    monkeypatch.setattr(world.streams, "mark_consumed", failing_once(world.streams.mark_consumed, 2))
+
+    await second.run()
+
+    assert [t.id for t in rows(world)[-1].trajectories] == ids[4:]
 
 
 def test_drift_is_the_mean_k3_of_the_tokens_that_have_a_ratio() -> None:
