@@ -5,7 +5,8 @@
     Groups        when all rollouts of a prompt are there (advantages compare them)
 
 The barrier of the group algorithms lives here and nowhere else: streams, leases and services carry single rollouts.
-A group that stays incomplete past its deadline repeats valid members when more than half are there, else is dropped.
+A group that stays incomplete past its deadline repeats valid members when more than half are there, else is dropped;
+one of which members go back for a new score waits for them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Protocol
 from sao.config.schema import GroupSection, RunConfig
 from sao.telemetry.logs import get_logger
 from services.trainer import metrics
-from services.trainer.consumer import Arrived, Consumer, Position, Refused, Taken
+from services.trainer.consumer import RESCORE, Arrived, Consumer, Position, Refused, Taken
 from services.trainer.core.baselines import Baseline, State, baseline_of, group_advantages, normalised
 from services.trainer.core.update import TrajectoryStats
 
@@ -170,6 +171,13 @@ class Groups:
         for member in group.members[len(group.judged) :]:
             group.judged.append(await self._consumer.judge(member, position))
         valid = [one for one in group.judged if isinstance(one, Taken)]
+        if any(isinstance(one, Refused) and one.reason == RESCORE for one in group.judged):
+            kept = {taken.trajectory.id for taken in valid}
+            if kept:
+                waiting = [member for member in group.members if member.trajectory.id in kept]
+                self._open[ordinal] = _Group(self._clock(), waiting)
+            log.info("group waits for new scores", ordinal=ordinal, here=len(kept), expected=self._settings.size)
+            return []
         missing = self._settings.size - len(valid)
         if 2 * len(valid) <= self._settings.size:
             for i, one in enumerate(group.judged):

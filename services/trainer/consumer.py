@@ -42,6 +42,8 @@ log = get_logger(__name__)
 CONSUMER = "trainer"
 """Name in the consumer group: one trainer, so one name, stable across restarts."""
 MAX_RESCORES = 2
+RESCORE = "rescore"
+"""Reason of what was refused only to be scored again: it comes back."""
 
 
 @dataclass(frozen=True)
@@ -368,7 +370,7 @@ class Consumer:
         self._in_hand.pop(trajectory.id, None)
         metrics.RESCORED.inc()
         log.info("sent back for scoring", trajectory=trajectory.id, reason=why, rescores=rescores + 1)
-        return Refused(trajectory.id, "rescore")
+        return Refused(trajectory.id, RESCORE)
 
     async def _drop(self, trajectory: Trajectory, delivery: Delivery | None, reason: str) -> Refused:
         await self._streams.mark_consumed([trajectory.id])

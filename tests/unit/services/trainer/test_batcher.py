@@ -15,6 +15,7 @@ import torch
 
 from sao.board.base import EngineFacts, EngineState
 from sao.outcome import Scored
+from sao.preference import PreferenceDocument
 from sao.rows import UpdateRow, read_rows
 from sao.streams.base import Delivery, StreamName, StreamUnavailableError
 from services.trainer.batcher import Groups, drift
@@ -312,6 +313,38 @@ async def test_an_outage_loses_nothing_that_came_back_from_the_archive(
     await second.run()
 
     assert [t.id for t in rows(world)[-1].trajectories] == ids[4:]
+
+
+async def test_a_group_waits_for_the_members_that_a_new_preference_sends_back(new_world: NewWorld) -> None:
+    world = new_world(*GRPO)
+    groups, clock, trainer = await groups_of(world)
+    await deliver(world, [(0, 0, 1.0), (0, 1, 0.0)])
+    await drained(groups)
+    await world.board.put_preference(PreferenceDocument(name="new", weights={"polite": 1.0}))
+    for sample in (2, 3):
+        outcome = Scored(components={"polite": 1.0}, value=1.0, scored_under=2, scoring_started_s=2.0)
+        await world.deliver(place=(0, sample), outcome=outcome)
+    assert await drained(groups) == []
+    assert trainer.parts.consumer.dropped == {}
+
+    await score_again(world, {"polite": 0.0})
+    (group,) = await drained(groups)
+
+    assert isinstance(group, list)
+    assert sorted(taken.reward for taken in group) == [0.0, 0.0, 1.0, 1.0]
+    assert {taken.trained_under for taken in group} == {2}
+    assert [taken.tensors.copies for taken in group] == [1] * 4
+    clock.now = world.config.group.timeout_s + 1
+    assert await drained(groups) == []
+
+
+async def score_again(world: World, components: dict[str, float]) -> None:
+    """What the reward service does with everything that was sent back to it."""
+    await world.streams.open_consumer(StreamName.TRAJECTORIES, "reward")
+    outcome = Scored(components=components, value=sum(components.values()), scored_under=2, scoring_started_s=3.0)
+    for delivery in await world.streams.read(StreamName.TRAJECTORIES, "reward", count=9, block_ms=0):
+        fields = {**delivery.fields, "outcome": outcome.model_dump_json()}
+        assert await world.streams.move(delivery, "reward", StreamName.SCORED, fields)
 
 
 def test_drift_is_the_mean_k3_of_the_tokens_that_have_a_ratio() -> None:
