@@ -6,9 +6,9 @@ others (a group) is held in between, and judged when it trains: its lag counts t
     delivery ─ trained before? ─ payload whole? ─ outcome scored? ─ lag ─ preference ─▶ Taken
                    settle             bury             bury         drop  rescore/drop
 
-What is taken, held or dropped is marked consumed at once (admission), or with `defer_consumed` at `release`. A
-dropped one has no effect to make durable and is settled at once; a taken one is settled by the loop, after the
-checkpoint that holds its effect.
+What is taken, held or dropped is marked consumed at once (admission); with `defer_consumed` what is taken at
+`release`, and what is held not before it is taken. A dropped one has no effect to make durable and is settled at once;
+a taken one is settled by the loop, after the checkpoint that holds its effect.
 """
 
 from __future__ import annotations
@@ -232,13 +232,11 @@ class Consumer:
         return await self._open_up(deliveries[0])
 
     async def hold(self, arrived: Arrived) -> None:
-        """Keep it until it is judged: it is consumed, and known when an outage delivers it again.
+        """Keep it until it is judged: consumed (with `defer_consumed` not yet), known when an outage delivers it again.
 
         StreamUnavailableError leaves it as if it had not arrived, so that it arrives again.
         """
-        if self._defer_consumed:
-            self._unreleased.append(arrived.trajectory.id)
-        else:
+        if not self._defer_consumed:
             await self._streams.mark_consumed([arrived.trajectory.id])
         if arrived.delivery is not None:
             self._in_hand.setdefault(arrived.trajectory.id, arrived.delivery)
@@ -332,6 +330,8 @@ class Consumer:
             log.warning("reward outside the algorithm's range", trajectory=trajectory.id, reward=reward)
             return await self._drop(trajectory, delivery, "reward_range")
         await self.hold(arrived)
+        if self._defer_consumed:
+            self._unreleased.append(trajectory.id)
         if masked:
             metrics.count_masked(trajectory, masked)
         tensors = replace(tensors, reward=reward)

@@ -347,6 +347,14 @@ async def score_again(world: World, components: dict[str, float]) -> None:
         assert await world.streams.move(delivery, "reward", StreamName.SCORED, fields)
 
 
+async def test_rollouts_ahead_of_their_group_stay_admitted_until_it_trains(new_world: NewWorld) -> None:
+    world = new_world("trainer.algorithm=grpo_sync", "group.size=2", "run.updates=1")
+    await deliver(world, [(1, 0, 1.0), (0, 0, 1.0), (0, 1, 0.0)])
+    trainer = await world.start()
+    await trainer.run()
+    assert await world.streams.unconsumed() == 1, "one rollout of the next update is there already"
+
+
 def test_drift_is_the_mean_k3_of_the_tokens_that_have_a_ratio() -> None:
     ratios_A = torch.tensor([1.0, 2.0, math.nan])
     empty = torch.zeros(0)
