@@ -347,6 +347,16 @@ async def score_again(world: World, components: dict[str, float]) -> None:
         assert await world.streams.move(delivery, "reward", StreamName.SCORED, fields)
 
 
+async def test_a_stop_does_not_wait_for_engines_that_never_come(new_world: NewWorld) -> None:
+    world = new_world("trainer.algorithm=grpo_sync", "group.size=2", "group.timeout_s=3600.0")
+    engine = EngineFacts(engine_id="e", url="http://e", state=EngineState.LOADING, version="v00000001", since_s=0.0)
+    await world.board.write_engine(engine)
+    ids = await world.deliver_many(2)
+    trainer = await world.start()
+    await trainer.run_updates(1)
+    assert await world.settled(ids) == ids
+
+
 async def test_rollouts_ahead_of_their_group_stay_admitted_until_it_trains(new_world: NewWorld) -> None:
     world = new_world("trainer.algorithm=grpo_sync", "group.size=2", "run.updates=1")
     await deliver(world, [(1, 0, 1.0), (0, 0, 1.0), (0, 1, 0.0)])
