@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -29,7 +29,7 @@ from services.trainer.core.update import TrajectoryStats
 log = get_logger(__name__)
 
 MOST_OPEN_GROUPS = 1024
-"""Beyond it the oldest incomplete group is closed early."""
+"""Beyond it the oldest incomplete group is closed early; so many filled ones are remembered."""
 
 
 class Batcher(Protocol):
@@ -125,6 +125,8 @@ class Groups:
         self._open: dict[int, _Group] = {}
         self._closing: _Group | None = None
         """Kept until all of it is decided: an outage in between loses nothing, the next call goes on from there."""
+        self._filled: deque[int] = deque(maxlen=MOST_OPEN_GROUPS)
+        """Their stragglers are less than half of a group: they cannot train, and must not wait for each other."""
         self._numbers: Counter[str] = Counter()
 
     async def next(self, position: Position, *, block_ms: int) -> list[Taken] | Refused | None:
@@ -133,8 +135,10 @@ class Groups:
             arrived = await self._consumer.arrive(block_ms=block_ms)
             if not isinstance(arrived, Arrived):
                 return arrived
-            await self._consumer.hold(arrived)
             ordinal = arrived.trajectory.message.ordinal
+            if ordinal in self._filled:
+                return await self._consumer.drop(arrived, "group_late")
+            await self._consumer.hold(arrived)
             group = self._open.setdefault(ordinal, _Group(self._clock()))
             group.members.append(arrived)
             if len(group.members) < self._settings.size:
@@ -187,6 +191,7 @@ class Groups:
             self._count("dropped")
             return Refused(group.members[0].trajectory.id, "group_incomplete")
         if missing:
+            self._filled.append(ordinal)
             log.warning("group filled with repeats", ordinal=ordinal, valid=len(valid), repeated=missing)
         self._count("filled" if missing else "complete")
         if len({taken.reward for taken in valid}) == 1:

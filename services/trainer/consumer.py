@@ -247,9 +247,10 @@ class Consumer:
         await self._streams.mark_consumed(self._unreleased)
         self._unreleased.clear()
 
-    async def drop(self, taken: Taken, reason: str) -> Refused:
-        """Let go of what was taken and cannot train after all."""
-        return await self._drop(taken.trajectory, self._in_hand.get(taken.trajectory.id), reason)
+    async def drop(self, found: Arrived | Taken, reason: str) -> Refused:
+        """Let go of what arrived or was taken and cannot train."""
+        delivery = found.delivery if isinstance(found, Arrived) else None
+        return await self._drop(found.trajectory, self._in_hand.get(found.trajectory.id, delivery), reason)
 
     async def _open_up(self, delivery: Delivery) -> Arrived | Refused:
         if delivery.trajectory_id in self._in_hand:

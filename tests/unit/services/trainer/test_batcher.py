@@ -106,6 +106,21 @@ async def test_a_group_that_stays_incomplete_repeats_its_valid_members(new_world
     assert advantages(group) == pytest.approx([half, -half, -half], rel=1e-5)
 
 
+async def test_a_straggler_of_a_filled_group_is_let_go_at_once(new_world: NewWorld) -> None:
+    world = new_world(*GRPO)
+    groups, clock, trainer = await groups_of(world)
+    await deliver(world, [(0, 0, 1.0), (0, 1, 0.0), (0, 3, 0.0)])
+    await drained(groups)
+    clock.now = world.config.group.timeout_s + 1
+    assert len(await drained(groups)) == 1
+
+    (late,) = await deliver(world, [(0, 2, 1.0)])
+
+    assert await drained(groups) == [Refused(late, "group_late")]
+    assert trainer.parts.consumer.dropped == {"group_late": 1}
+    assert await world.settled([late]) == [late]
+
+
 async def test_a_group_of_which_half_is_missing_is_dropped_and_loses_nothing_else(new_world: NewWorld) -> None:
     world = new_world(*GRPO)
     groups, clock, trainer = await groups_of(world)
