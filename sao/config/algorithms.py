@@ -78,6 +78,9 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if algorithm.advantage == "tracker" and per_update < 2:
         reason = f"{name} normalises over the update: of one trajectory nothing would be left; expected at least 2"
         yield "trainer.trajectories_per_update", reason
+    if algorithm.advantage == "moving_average" and config.trainer.advantage_norm == "whiten" and per_update < 2:
+        reason = f"whiten leaves nothing of one trajectory, whose tokens {name} gives one advantage; expected none"
+        yield "trainer.advantage_norm", reason
     if config.ppo.minibatches > 1 and per_update % (config.ppo.minibatches * config.trainer.ranks):
         parts = f"{config.ppo.minibatches} x trainer.ranks {config.trainer.ranks}"
         yield "ppo.minibatches", f"{parts} does not divide trainer.trajectories_per_update {per_update}"

@@ -112,6 +112,11 @@ def _time(config: RunConfig) -> Iterator[Doubt]:
             "ingest.episode_deadline_s",
             f"{config.ingest.episode_deadline_s:g} s ends episodes whose turns may take {longest:g} s together",
         )
+    if config.algorithm.in_groups and config.group.timeout_s < min(longest, config.ingest.episode_deadline_s):
+        yield Doubt(
+            "group.timeout_s",
+            f"{config.group.timeout_s:g} s closes groups whose episodes may take {longest:g} s: members are lost",
+        )
     if config.reward.claim_idle_s <= config.reward.component_timeout_s:
         yield Doubt("reward.claim_idle_s", "not above component_timeout_s: work is taken over while it is being scored")
 

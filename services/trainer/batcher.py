@@ -5,14 +5,15 @@
     Groups        when all rollouts of a prompt are there (advantages compare them)
 
 The barrier of the group algorithms lives here and nowhere else: streams, leases and services carry single rollouts.
-A group that stays incomplete past its deadline repeats valid members when more than half are there, else is dropped.
+A group that stays incomplete past its deadline repeats valid members when more than half are there, else is dropped;
+one of which members go back for a new score waits for them.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -21,14 +22,14 @@ from typing import Protocol
 from sao.config.schema import GroupSection, RunConfig
 from sao.telemetry.logs import get_logger
 from services.trainer import metrics
-from services.trainer.consumer import Arrived, Consumer, Position, Refused, Taken
+from services.trainer.consumer import RESCORE, Arrived, Consumer, Position, Refused, Taken
 from services.trainer.core.baselines import Baseline, State, baseline_of, group_advantages, normalised
 from services.trainer.core.update import TrajectoryStats
 
 log = get_logger(__name__)
 
 MOST_OPEN_GROUPS = 1024
-"""Beyond it the oldest incomplete group is closed early."""
+"""Beyond it the oldest incomplete group is closed early; so many filled ones are remembered."""
 
 
 class Batcher(Protocol):
@@ -108,6 +109,8 @@ class WholeUpdates(_WithBaseline):
 class _Group:
     since: float
     members: list[Arrived] = field(default_factory=list)
+    judged: list[Taken | Refused] = field(default_factory=list)
+    """Of the first members, once it is closed."""
 
 
 class Groups:
@@ -120,19 +123,30 @@ class Groups:
         self._settings = settings
         self._clock = clock
         self._open: dict[int, _Group] = {}
+        self._closing: _Group | None = None
+        """Kept until all of it is decided: an outage in between loses nothing, the next call goes on from there."""
+        self._filled: deque[int] = deque(maxlen=MOST_OPEN_GROUPS)
+        """Their stragglers are less than half of a group: they cannot train, and must not wait for each other."""
         self._numbers: Counter[str] = Counter()
 
     async def next(self, position: Position, *, block_ms: int) -> list[Taken] | Refused | None:
-        if (ordinal := self._overdue()) is not None:
-            return await self._close(ordinal, position)
-        arrived = await self._consumer.arrive(block_ms=block_ms)
-        if not isinstance(arrived, Arrived):
-            return arrived
-        await self._consumer.hold(arrived)
-        ordinal = arrived.trajectory.message.ordinal
-        group = self._open.setdefault(ordinal, _Group(self._clock()))
-        group.members.append(arrived)
-        return await self._close(ordinal, position) if len(group.members) == self._settings.size else []
+        self._closing = self._closing or self._overdue()
+        if self._closing is None:
+            arrived = await self._consumer.arrive(block_ms=block_ms)
+            if not isinstance(arrived, Arrived):
+                return arrived
+            ordinal = arrived.trajectory.message.ordinal
+            if ordinal in self._filled:
+                return await self._consumer.drop(arrived, "group_late")
+            await self._consumer.hold(arrived)
+            group = self._open.setdefault(ordinal, _Group(self._clock()))
+            group.members.append(arrived)
+            if len(group.members) < self._settings.size:
+                return []
+            self._closing = self._open.pop(ordinal)
+        closed = await self._close(self._closing, position)
+        self._closing = None
+        return closed
 
     def finished(self, taken: Sequence[Taken], stats: Sequence[TrajectoryStats]) -> None:
         """A group compares its members with each other: there is nothing to learn."""
@@ -147,27 +161,37 @@ class Groups:
 
     def load(self, state: Mapping[str, Sequence[float]]) -> None: ...
 
-    def _overdue(self) -> int | None:
-        """The oldest group, when its time or the room is over."""
+    def _overdue(self) -> _Group | None:
+        """The oldest group, open no longer, when its time or the room is over."""
         if not self._open:
             return None
         ordinal, group = next(iter(self._open.items()))
         late = self._clock() - group.since > self._settings.timeout_s
-        return ordinal if late or len(self._open) > MOST_OPEN_GROUPS else None
+        return self._open.pop(ordinal) if late or len(self._open) > MOST_OPEN_GROUPS else None
 
-    async def _close(self, ordinal: int, position: Position) -> list[Taken] | Refused:
+    async def _close(self, group: _Group, position: Position) -> list[Taken] | Refused:
         """Decide about the members now: their lag and their preference are those of the update they train in."""
-        members = self._open.pop(ordinal).members
-        judged = [await self._consumer.judge(member, position) for member in members]
-        valid = [one for one in judged if isinstance(one, Taken)]
+        ordinal = group.members[0].trajectory.message.ordinal
+        for member in group.members[len(group.judged) :]:
+            group.judged.append(await self._consumer.judge(member, position))
+        valid = [one for one in group.judged if isinstance(one, Taken)]
+        if any(isinstance(one, Refused) and one.reason == RESCORE for one in group.judged):
+            kept = {taken.trajectory.id for taken in valid}
+            if kept:
+                waiting = [member for member in group.members if member.trajectory.id in kept]
+                self._open[ordinal] = _Group(self._clock(), waiting)
+            log.info("group waits for new scores", ordinal=ordinal, here=len(kept), expected=self._settings.size)
+            return []
         missing = self._settings.size - len(valid)
         if 2 * len(valid) <= self._settings.size:
+            for i, one in enumerate(group.judged):
+                if isinstance(one, Taken):
+                    group.judged[i] = await self._consumer.drop(one, "group_incomplete")
             log.warning("group dropped", ordinal=ordinal, valid=len(valid), expected=self._settings.size)
             self._count("dropped")
-            for taken in valid:
-                await self._consumer.drop(taken, "group_incomplete")
-            return Refused(members[0].trajectory.id, "group_incomplete")
+            return Refused(group.members[0].trajectory.id, "group_incomplete")
         if missing:
+            self._filled.append(ordinal)
             log.warning("group filled with repeats", ordinal=ordinal, valid=len(valid), repeated=missing)
         self._count("filled" if missing else "complete")
         if len({taken.reward for taken in valid}) == 1:

@@ -6,16 +6,16 @@ others (a group) is held in between, and judged when it trains: its lag counts t
     delivery ─ trained before? ─ payload whole? ─ outcome scored? ─ lag ─ preference ─▶ Taken
                    settle             bury             bury         drop  rescore/drop
 
-What is taken, held or dropped is marked consumed at once (admission), or with `defer_consumed` at `release`. A
-dropped one has no effect to make durable and is settled at once; a taken one is settled by the loop, after the
-checkpoint that holds its effect.
+What is taken, held or dropped is marked consumed at once (admission); with `defer_consumed` what is taken at
+`release`, and what is held not before it is taken. A dropped one has no effect to make durable and is settled at once;
+a taken one is settled by the loop, after the checkpoint that holds its effect.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -42,6 +42,8 @@ log = get_logger(__name__)
 CONSUMER = "trainer"
 """Name in the consumer group: one trainer, so one name, stable across restarts."""
 MAX_RESCORES = 2
+RESCORE = "rescore"
+"""Reason of what was refused only to be scored again: it comes back."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ class Consumer:
         self._restored = set(restored)
         self._in_hand: dict[str, Delivery] = {}
         self._clock = clock
-        self._archived: deque[Archived] = deque()
+        self._archived: dict[str, Archived] = {}
+        """By id, until each is held or dropped."""
         self._versions: dict[str, VersionRecord] = {}
         self._pinned: Preference | None = None
         self._forgone = set(forgone)
@@ -173,7 +176,7 @@ class Consumer:
 
     def requeue(self, archived: Iterable[Archived]) -> None:
         """Train these before anything from the stream."""
-        self._archived.extend(archived)
+        self._archived |= {again.trajectory.id: again for again in archived}
 
     def know(self, record: VersionRecord) -> None:
         """Note a version this trainer has just published."""
@@ -221,8 +224,7 @@ class Consumer:
 
     async def arrive(self, *, block_ms: int) -> Arrived | Refused | None:
         """The next trajectory, undecided, or why it was refused, or None when none came within `block_ms`."""
-        if self._archived:
-            again = self._archived.popleft()
+        if again := next(iter(self._archived.values()), None):
             return Arrived(again.trajectory, again.outcome, None, 0, again.routed_experts)
         deliveries = await self._streams.read(StreamName.SCORED, CONSUMER, count=1, block_ms=block_ms)
         if not deliveries:
@@ -230,25 +232,25 @@ class Consumer:
         return await self._open_up(deliveries[0])
 
     async def hold(self, arrived: Arrived) -> None:
-        """Keep it until it is judged: it is consumed, and known when an outage delivers it again."""
+        """Keep it until it is judged: consumed (with `defer_consumed` not yet), known when an outage delivers it again.
+
+        StreamUnavailableError leaves it as if it had not arrived, so that it arrives again.
+        """
+        if not self._defer_consumed:
+            await self._streams.mark_consumed([arrived.trajectory.id])
         if arrived.delivery is not None:
             self._in_hand.setdefault(arrived.trajectory.id, arrived.delivery)
-        await self._mark_consumed(arrived.trajectory.id)
+        self._archived.pop(arrived.trajectory.id, None)
 
     async def release(self) -> None:
         """With `defer_consumed`: count as consumed what was taken since the last time."""
         await self._streams.mark_consumed(self._unreleased)
         self._unreleased.clear()
 
-    async def drop(self, taken: Taken, reason: str) -> Refused:
-        """Let go of what was taken and cannot train after all."""
-        return await self._drop(taken.trajectory, self._in_hand.get(taken.trajectory.id), reason)
-
-    async def _mark_consumed(self, trajectory_id: str) -> None:
-        if self._defer_consumed:
-            self._unreleased.append(trajectory_id)
-        else:
-            await self._streams.mark_consumed([trajectory_id])
+    async def drop(self, found: Arrived | Taken, reason: str) -> Refused:
+        """Let go of what arrived or was taken and cannot train."""
+        delivery = found.delivery if isinstance(found, Arrived) else None
+        return await self._drop(found.trajectory, self._in_hand.get(found.trajectory.id, delivery), reason)
 
     async def _open_up(self, delivery: Delivery) -> Arrived | Refused:
         if delivery.trajectory_id in self._in_hand:
@@ -329,6 +331,8 @@ class Consumer:
             log.warning("reward outside the algorithm's range", trajectory=trajectory.id, reward=reward)
             return await self._drop(trajectory, delivery, "reward_range")
         await self.hold(arrived)
+        if self._defer_consumed:
+            self._unreleased.append(trajectory.id)
         if masked:
             metrics.count_masked(trajectory, masked)
         tensors = replace(tensors, reward=reward)
@@ -362,22 +366,23 @@ class Consumer:
         if delivery is None or rescores >= MAX_RESCORES:
             log.warning("dropped: the preference's components are missing", trajectory=trajectory.id, reason=why)
             return await self._drop(trajectory, delivery, "preference")
-        self._in_hand.pop(trajectory.id, None)
         fields = {key: value for key, value in delivery.fields.items() if key != "outcome"}
         await self._streams.move(delivery, CONSUMER, StreamName.TRAJECTORIES, {**fields, "rescores": str(rescores + 1)})
+        self._in_hand.pop(trajectory.id, None)
         metrics.RESCORED.inc()
         log.info("sent back for scoring", trajectory=trajectory.id, reason=why, rescores=rescores + 1)
-        return Refused(trajectory.id, "rescore")
+        return Refused(trajectory.id, RESCORE)
 
     async def _drop(self, trajectory: Trajectory, delivery: Delivery | None, reason: str) -> Refused:
-        self.dropped[reason] += 1
-        metrics.count_dropped(trajectory, reason)
         await self._streams.mark_consumed([trajectory.id])
-        self._in_hand.pop(trajectory.id, None)
         if delivery is not None:
             await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
         else:
             self._forgone.add(trajectory.id)
+        self._in_hand.pop(trajectory.id, None)
+        self._archived.pop(trajectory.id, None)
+        self.dropped[reason] += 1
+        metrics.count_dropped(trajectory, reason)
         log.info("dropped", trajectory=trajectory.id, reason=reason, action_tokens=trajectory.action_count)
         return Refused(trajectory.id, reason)
 

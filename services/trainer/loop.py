@@ -130,6 +130,8 @@ class TrainerLoop:
             if taken is None:
                 break
             await self._complete(taken)
+            if self._config.algorithm.synchronous:
+                await self._synchronise(stop)
             if reason := self._checkpoint_reason():
                 await self._checkpoint(reason)
         await self._checkpoint("end" if self.finished else "stop")
@@ -238,10 +240,8 @@ class TrainerLoop:
         append_row(self._config.run.dir / "updates.jsonl", done.row(version, dict(parts.consumer.dropped)))
         self._show(done)
         await self._tell(TrainerState.TRAINING)
-        if self._config.algorithm.synchronous:
-            await self._synchronise()
 
-    async def _synchronise(self) -> None:
+    async def _synchronise(self, stop: asyncio.Event) -> None:
         """Let the next rollouts begin: not before every engine serves the weights that the last ones made."""
         parts = self._parts
         deadline = self._clock() + self._config.group.timeout_s
@@ -250,6 +250,8 @@ class TrainerLoop:
             for facts in (await ride_out(parts.board.engines)).values()
             if facts.state is not EngineState.QUARANTINED and not (facts.in_rotation and facts.version == self._version)
         ]:
+            if stop.is_set():
+                return
             if self._clock() > deadline:
                 log.warning("going on without waiting longer for engines", engines=behind, version=self._version)
                 break

@@ -12,6 +12,7 @@ from sao.config.algorithms import ALGORITHMS, AlgorithmName
 from sao.config.derived import figures
 from sao.config.doubts import doubts
 from sao.config.dump import dump_run_config
+from sao.config.load import preset_names
 from sao.config.schema import RunConfig
 
 GROUPS = [name for name, algorithm in ALGORITHMS.items() if algorithm.in_groups]
@@ -52,6 +53,11 @@ def test_every_name_is_an_algorithm() -> None:
             "waits for the weights of every update",
         ),
         (("trainer.algorithm=vapo", "ppo.minibatches=3"), "ppo.minibatches", "3 x trainer.ranks 1 does not divide"),
+        (
+            ("trainer.algorithm=reinforce_ma", "trainer.trajectories_per_update=1", "trainer.advantage_norm=whiten"),
+            "trainer.advantage_norm",
+            "leaves nothing",
+        ),
         (("trainer.algorithm=spo", "spo.rho_min=0.97"), "spo.rho_min", "above spo.rho_max"),
         (("trainer.algorithm=dapo",), "trainer.algorithm", "grpo_sync"),
     ],
@@ -76,6 +82,21 @@ def test_vapo_takes_one_critic_step_and_freezes_nothing_unless_told() -> None:
     told = load("trainer.algorithm=vapo", "critic.updates_per_policy_update=2")
     assert (told.critic.updates_per_policy_update, told.critic.frozen) == (2, [])
     assert load().critic.updates_per_policy_update == 2
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_preset_leaves_vapo_its_own_critic(preset: str) -> None:
+    sao = load_run_config(None, [], env={}, preset=preset).critic
+    vapo = load_run_config(None, ["trainer.algorithm=vapo"], env={}, preset=preset).critic
+    assert (sao.updates_per_policy_update, vapo.updates_per_policy_update, vapo.frozen) == (2, 1, [])
+
+
+def test_a_deadline_of_groups_that_is_shorter_than_an_episode_is_doubted() -> None:
+    sets = ["trainer.algorithm=grpo_async"]
+    hasty = load_run_config(None, sets, env={}, preset="paper-math")
+    patient = load_run_config(None, [*sets, "group.timeout_s=9600.0"], env={}, preset="paper-math")
+    assert "9600 s" in {doubt.key: doubt.text for doubt in doubts(hasty)}["group.timeout_s"]
+    assert "group.timeout_s" not in {doubt.key for doubt in doubts(patient)}
 
 
 def test_only_groups_want_several_rollouts_of_a_prompt() -> None:

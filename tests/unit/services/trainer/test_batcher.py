@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from sao.board.base import EngineFacts, EngineState
 from sao.outcome import Scored
+from sao.preference import PreferenceDocument
 from sao.rows import UpdateRow, read_rows
 from sao.streams.base import Delivery, StreamName, StreamUnavailableError
 from services.trainer.batcher import Groups, drift
@@ -101,6 +104,21 @@ async def test_a_group_that_stays_incomplete_repeats_its_valid_members(new_world
     # of 1, 0, 0 and the first again: mean 1/2, variance (4 x 1/4) / 3, spread 1 / sqrt(3)
     half = math.sqrt(3) / 2
     assert advantages(group) == pytest.approx([half, -half, -half], rel=1e-5)
+
+
+async def test_a_straggler_of_a_filled_group_is_let_go_at_once(new_world: NewWorld) -> None:
+    world = new_world(*GRPO)
+    groups, clock, trainer = await groups_of(world)
+    await deliver(world, [(0, 0, 1.0), (0, 1, 0.0), (0, 3, 0.0)])
+    await drained(groups)
+    clock.now = world.config.group.timeout_s + 1
+    assert len(await drained(groups)) == 1
+
+    (late,) = await deliver(world, [(0, 2, 1.0)])
+
+    assert await drained(groups) == [Refused(late, "group_late")]
+    assert trainer.parts.consumer.dropped == {"group_late": 1}
+    assert await world.settled([late]) == [late]
 
 
 async def test_a_group_of_which_half_is_missing_is_dropped_and_loses_nothing_else(new_world: NewWorld) -> None:
@@ -243,6 +261,123 @@ async def test_groups_outlive_a_store_that_comes_and_goes(new_world: NewWorld, m
     await trainer.run()
     ids = [t.id for row in rows(world) for t in row.trajectories]
     assert len(ids) == len(set(ids)) == 12
+
+
+def failing_once(call: Callable[..., Awaitable[Any]], at: int) -> Callable[..., Awaitable[Any]]:
+    """The same call, of which the `at`-th finds the store unavailable."""
+    calls = itertools.count(1)
+
+    async def sometimes(*arguments: Any, **keywords: Any) -> Any:
+        if next(calls) == at:
+            msg = "the store is down"
+            raise StreamUnavailableError(msg)
+        return await call(*arguments, **keywords)
+
+    return sometimes
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 5, 7, 9])
+@pytest.mark.parametrize("where", ["mark_consumed", "payload", "preference"])
+@pytest.mark.parametrize("algorithm", [("trainer.algorithm=sao", "trainer.trajectories_per_update=4"), GRPO])
+async def test_an_outage_at_any_call_loses_no_trajectory_of_the_process(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch, algorithm: tuple[str, ...], where: str, at: int
+) -> None:
+    world = new_world(*algorithm, "run.updates=3")
+    ids = await world.deliver_many(12)
+    trainer = await world.start()
+    owner = world.board if where == "preference" else world.streams
+    monkeypatch.setattr(owner, where, failing_once(getattr(owner, where), at))
+
+    await trainer.run()
+
+    assert sorted(t.id for row in rows(world) for t in row.trajectories) == sorted(ids)
+    assert await world.streams.unconsumed() == 0
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+async def test_an_outage_while_a_group_is_dropped_counts_and_settles_each_member_once(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    world = new_world(*GRPO)
+    groups, clock, trainer = await groups_of(world)
+    lost = await deliver(world, [(0, 0, 1.0), (0, 1, 0.0)])
+    await drained(groups)
+    clock.now = world.config.group.timeout_s + 1
+    monkeypatch.setattr(world.streams, "settle", failing_once(world.streams.settle, at))
+
+    with contextlib.suppress(StreamUnavailableError):
+        await groups.next(START, block_ms=0)
+    await trainer.parts.consumer.open()
+    await drained(groups)
+
+    assert trainer.parts.consumer.dropped == {"group_incomplete": 2}
+    assert await world.settled(lost) == lost
+    assert trainer.parts.consumer.forgone == []
+
+
+async def test_an_outage_loses_nothing_that_came_back_from_the_archive(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = new_world(*GRPO, "run.updates=2", "checkpoint.every_updates=1")
+    ids = await world.deliver_many(8)
+    await (await world.start()).run()
+    (world.config.run.dir / "checkpoints" / "update-00000002" / "progress.json").write_text("torn")
+    second = await world.start()
+    monkeypatch.setattr(world.streams, "mark_consumed", failing_once(world.streams.mark_consumed, 2))
+
+    await second.run()
+
+    assert [t.id for t in rows(world)[-1].trajectories] == ids[4:]
+
+
+async def test_a_group_waits_for_the_members_that_a_new_preference_sends_back(new_world: NewWorld) -> None:
+    world = new_world(*GRPO)
+    groups, clock, trainer = await groups_of(world)
+    await deliver(world, [(0, 0, 1.0), (0, 1, 0.0)])
+    await drained(groups)
+    await world.board.put_preference(PreferenceDocument(name="new", weights={"polite": 1.0}))
+    for sample in (2, 3):
+        outcome = Scored(components={"polite": 1.0}, value=1.0, scored_under=2, scoring_started_s=2.0)
+        await world.deliver(place=(0, sample), outcome=outcome)
+    assert await drained(groups) == []
+    assert trainer.parts.consumer.dropped == {}
+
+    await score_again(world, {"polite": 0.0})
+    (group,) = await drained(groups)
+
+    assert isinstance(group, list)
+    assert sorted(taken.reward for taken in group) == [0.0, 0.0, 1.0, 1.0]
+    assert {taken.trained_under for taken in group} == {2}
+    assert [taken.tensors.copies for taken in group] == [1] * 4
+    clock.now = world.config.group.timeout_s + 1
+    assert await drained(groups) == []
+
+
+async def score_again(world: World, components: dict[str, float]) -> None:
+    """What the reward service does with everything that was sent back to it."""
+    await world.streams.open_consumer(StreamName.TRAJECTORIES, "reward")
+    outcome = Scored(components=components, value=sum(components.values()), scored_under=2, scoring_started_s=3.0)
+    for delivery in await world.streams.read(StreamName.TRAJECTORIES, "reward", count=9, block_ms=0):
+        fields = {**delivery.fields, "outcome": outcome.model_dump_json()}
+        assert await world.streams.move(delivery, "reward", StreamName.SCORED, fields)
+
+
+async def test_a_stop_does_not_wait_for_engines_that_never_come(new_world: NewWorld) -> None:
+    world = new_world("trainer.algorithm=grpo_sync", "group.size=2", "group.timeout_s=3600.0")
+    engine = EngineFacts(engine_id="e", url="http://e", state=EngineState.LOADING, version="v00000001", since_s=0.0)
+    await world.board.write_engine(engine)
+    ids = await world.deliver_many(2)
+    trainer = await world.start()
+    await trainer.run_updates(1)
+    assert await world.settled(ids) == ids
+
+
+async def test_rollouts_ahead_of_their_group_stay_admitted_until_it_trains(new_world: NewWorld) -> None:
+    world = new_world("trainer.algorithm=grpo_sync", "group.size=2", "run.updates=1")
+    await deliver(world, [(1, 0, 1.0), (0, 0, 1.0), (0, 1, 0.0)])
+    trainer = await world.start()
+    await trainer.run()
+    assert await world.streams.unconsumed() == 1, "one rollout of the next update is there already"
 
 
 def test_drift_is_the_mean_k3_of_the_tokens_that_have_a_ratio() -> None:

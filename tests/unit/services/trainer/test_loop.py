@@ -13,6 +13,7 @@ from sao.archive import Archive
 from sao.board.base import TrainerState
 from sao.board.memory import MemoryBoard
 from sao.config import load_run_config
+from sao.config.algorithms import ALGORITHMS, AlgorithmName
 from sao.curves import dropped, effective_rows
 from sao.outcome import TimedOut
 from sao.preference import PreferenceDocument
@@ -129,10 +130,13 @@ async def test_a_stop_makes_finished_updates_durable_and_gives_the_rest_back(new
 @pytest.mark.parametrize(
     "where", ["finish", "append", "policy_state", "announce_version", "write_trainer", "save", "collect", "settle"]
 )
+@pytest.mark.parametrize("algorithm", ["sao", "grpo_sync", "reinforce_ma", "spo"])
 async def test_after_a_crash_anywhere_training_goes_on_bit_for_bit_and_trains_nothing_twice(
-    new_world: NewWorld, where: str
+    new_world: NewWorld, algorithm: AlgorithmName, where: str
 ) -> None:
-    settings = ("run.updates=4", "checkpoint.every_updates=2")
+    settings = ["run.updates=4", "checkpoint.every_updates=2", f"trainer.algorithm={algorithm}"]
+    if ALGORITHMS[algorithm].in_groups:
+        settings.append("group.size=2")
     straight, crashed = (new_world(*settings, folder=name) for name in ("straight", "crashed"))
     twins = [random_trajectory(straight.rng, "unit") for _ in range(8)]
     for world in (straight, crashed):
