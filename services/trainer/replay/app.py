@@ -111,7 +111,7 @@ def _replayed(
                 origin=stretch.origin,
                 wanted=logged.update in wanted,
                 trajectories=len(logged.trajectories),
-                action_tokens=sum(len(trained.values) for trained in replayed.trajectories),
+                action_tokens=sum(len(trained.ratios) for trained in replayed.trajectories),
                 quantities=quantities,
                 divergence=divergence,
             )

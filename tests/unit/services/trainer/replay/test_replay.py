@@ -127,6 +127,7 @@ def test_every_algorithm_is_replayed_from_a_checkpoint_with_what_it_remembers(
 
     assert report.reproduced
     assert [update.origin for update in report.updates] == ["initial model"] * 2 + ["update-00000002"] * 2
+    assert all(update.action_tokens > 0 for update in report.updates)
 
 
 def test_the_critics_pre_training_is_replayed_as_it_went(small_run: Callable[..., Path]) -> None:
