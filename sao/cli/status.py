@@ -26,9 +26,8 @@ def print_status(root: Path) -> bool:
     pid = folder.running_pid()
     console = Console()
     config = load_run_config(folder.run_file)
-    console.print(
-        f"{config.task.name}, seed {config.run.seed}: " + (f"running, process {pid}" if pid else "not running")
-    )
+    state = f"running, process {pid}" if pid is not None else _ended(folder)
+    console.print(f"{config.task.name}, seed {config.run.seed}: {state}")
     progress = Progress(folder.rows_file)
     progress.poll()
     for name, value in summary(progress):
@@ -38,6 +37,12 @@ def print_status(root: Path) -> bool:
     if pid is not None:
         console.print(_processes(folder, config))
     return pid is not None
+
+
+def _ended(folder: RunFolder) -> str:
+    """How the last life of a run that is not running ended, as far as its supervisor lived to note it."""
+    last = next((event for event in reversed(folder.timeline()) if event.event in {"up", "stopped"}), None)
+    return f"not running, {last.detail}" if last is not None and last.event == "stopped" else "not running"
 
 
 def _processes(folder: RunFolder, config: RunConfig) -> Table:

@@ -74,7 +74,8 @@ def notices(progress: Progress) -> list[str]:
         return []
     phase = [f"{last.phase}; the policy waits for it"] if last.phase else []
     serving = progress.version or "the version before"
-    held = [f"PUBLISHING HELD, engines stay on {serving}: {reason} (docs/algorithm.md, Guards)" for reason in last.held]
+    then = "training stops when its rollouts are too old; what to do: docs/algorithm.md, Guards, and logs/trainer.log"
+    held = [f"PUBLISHING HELD, engines stay on {serving}: {reason} ({then})" for reason in last.held]
     return phase + held
 
 

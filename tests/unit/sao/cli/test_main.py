@@ -148,6 +148,10 @@ def test_status_and_report_of_a_run_that_has_ended(tmp_path: Path) -> None:
     assert "not running" in status.output
     assert "0.250" in status.output
     assert "PUBLISHING HELD" in status.output
+    folder.note("up", detail="new")
+    assert "not running\n" in runner.invoke(app, ["status", str(tmp_path)]).output
+    folder.note("stopped", detail="stopped by SIGINT")
+    assert "not running, stopped by SIGINT\n" in runner.invoke(app, ["status", str(tmp_path)]).output
 
     report = runner.invoke(app, ["report", str(tmp_path)])
     assert report.exit_code == 0
