@@ -8,7 +8,7 @@ number in quotes or a true for a count is a mistake, not a number.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,16 @@ SETTING_ERROR = "sao_setting"
 def wrong_setting(key: str, reason: str) -> PydanticCustomError:
     """The error of a section's validator: `key` within the section, and what is wrong with it."""
     return PydanticCustomError(SETTING_ERROR, "{reason}", {"key": key, "reason": reason})
+
+
+def _require_patterns(patterns: Sequence[str]) -> None:
+    """The error of `frozen` when one of these is no regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            reason = f"{pattern!r} is no regular expression: {error}"
+            raise wrong_setting(key="frozen", reason=reason) from error
 
 
 class Section(BaseModel):
@@ -238,12 +248,7 @@ class CriticSection(Section):
 
     @model_validator(mode="after")
     def _patterns_compile(self) -> CriticSection:
-        for pattern in self.frozen:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                reason = f"{pattern!r} is no regular expression: {error}"
-                raise wrong_setting(key="frozen", reason=reason) from error
+        _require_patterns(self.frozen)
         return self
 
     @model_validator(mode="after")
@@ -278,6 +283,8 @@ class TrainerSection(Section):
     """Of AdamW."""
     weight_decay: NonNegative = 0.0
     """Of AdamW."""
+    frozen: list[str] = []
+    """Regular expressions over the policy's parameter names; what one finds does not train. None in the paper."""
     gradient_clip: Positive = 1.0
     """Largest norm of the gradient."""
     eps_low: Annotated[float, Field(gt=0, le=1)] = 0.3  # [P] math with tools
@@ -325,6 +332,11 @@ class TrainerSection(Section):
         if self.lr == "auto":
             return min(self.lr_max, self.lr_per_trajectory * self.trajectories_per_update)
         return self.lr
+
+    @model_validator(mode="after")
+    def _patterns_compile(self) -> TrainerSection:
+        _require_patterns(self.frozen)
+        return self
 
     @model_validator(mode="after")
     def _publish_before_everything_is_stale(self) -> TrainerSection:

@@ -89,6 +89,7 @@ async def _train(
     archive = Archive(config.run.dir / "archive")
     epoch = await new_epoch(board, store, archive)
     progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
+    refuse_another_algorithm(progress, config)
     if config.run.updates is not None and progress.update >= config.run.updates and published(store, progress):
         await ride_out(lambda: board.write_trainer(_finished(progress, epoch, store.names()[-1])))
         log.info("the run is over already", update=progress.update, updates=config.run.updates)
@@ -147,6 +148,15 @@ def new_backend(config: RunConfig, initial: Path) -> TrainingBackend:
     from services.trainer.backends.deepspeed import DeepSpeedBackend
 
     return DeepSpeedBackend(config, initial)
+
+
+def refuse_another_algorithm(progress: Progress, config: RunConfig) -> None:
+    """ConfigError when this state was made by another algorithm: its critic and baseline would be read as one's own."""
+    made_by = progress.algorithm or "sao"
+    found = config.trainer.algorithm
+    if progress.update + progress.critic_only > 0 and made_by != found:
+        message = f"the newest checkpoint is one of {made_by}, found {found}: name another run.dir, or {made_by}"
+        raise ConfigError(key="trainer.algorithm", message=message)
 
 
 def model_limits(config: RunConfig, initial: Path) -> Limits:

@@ -70,6 +70,8 @@ class Progress(BaseModel):
     fall-back has abandoned. Empty before the first step, and where an earlier release began the run."""
     forgone_ids: list[str] = []
     """Ids that came back from the archive after a fall-back and were dropped: not to be offered again."""
+    algorithm: str = ""
+    """That made this state; empty: an earlier release, which had only sao."""
     baseline: dict[str, list[float]] = {}
     """What the algorithm's baseline of rewards remembers, by prompt id."""
     pretraining: Pretraining = Pretraining(gate=Gate.NONE)

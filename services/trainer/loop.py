@@ -396,6 +396,7 @@ class TrainerLoop:
             dropped=dict(self._parts.consumer.dropped),
             stretches=self._restored.stretches_to(self._parts.epoch, self._update, self._critic_only),
             forgone_ids=self._parts.consumer.forgone,
+            algorithm=self._config.trainer.algorithm,
             baseline=self._parts.batcher.state(),
             pretraining=self._pretraining,
         )

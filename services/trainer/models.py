@@ -71,11 +71,18 @@ class PolicyModule(nn.Module):
         self._replay = RoutingReplay(model) if replay else None
 
     @classmethod
-    def load(cls, directory: Path, dtype: torch.dtype, chunk: int, *, replay: bool = False) -> PolicyModule:
-        """From a Hugging Face checkpoint directory, in evaluation mode (no dropout: ratios compare two forwards)."""
+    def load(
+        cls, directory: Path, dtype: torch.dtype, chunk: int, *, replay: bool = False, frozen: Sequence[str] = ()
+    ) -> PolicyModule:
+        """From a Hugging Face checkpoint directory, in evaluation mode (no dropout: ratios compare two forwards).
+
+        Parameters whose name any `frozen` pattern finds don't train.
+        """
         with _quiet():
             model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
-        return cls(model, chunk, replay=replay).eval()
+        policy = cls(model, chunk, replay=replay).eval()
+        freeze(policy, frozen)
+        return policy
 
     def forward(self, tokens_T: Tensor, routes_TLK: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """[T] log-prob of each token given those before it, and [T] entropy; both 0 at position 0, >= float32.

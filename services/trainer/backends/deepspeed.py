@@ -60,7 +60,7 @@ class DeepSpeedBackend(PairedBackend):
         device = _prepare_process(trainer)
         dtype = choose_dtype(trainer, device)
         stage, chunk = trainer.zero_stage, trainer.logprob_chunk
-        policy = PolicyModule.load(policy_dir, dtype, chunk, replay=trainer.routing_replay)
+        policy = PolicyModule.load(policy_dir, dtype, chunk, replay=trainer.routing_replay, frozen=trainer.frozen)
         super().__init__(
             policy=ZeroRole(policy, optimizer_options(trainer, trainer.policy_lr), stage, dtype),
             critic=ZeroRole(

@@ -93,7 +93,7 @@ class TorchReferenceBackend(PairedBackend):
     def __init__(self, config: RunConfig, policy_dir: Path, dtype: torch.dtype = torch.float32) -> None:
         trainer, critic = config.trainer, config.critic
         chunk = trainer.logprob_chunk
-        policy = PolicyModule.load(policy_dir, dtype, chunk, replay=trainer.routing_replay)
+        policy = PolicyModule.load(policy_dir, dtype, chunk, replay=trainer.routing_replay, frozen=trainer.frozen)
         super().__init__(
             policy=TorchRole(policy, optimizer_options(trainer, trainer.policy_lr)),
             critic=TorchRole(CriticModule.load(policy_dir, dtype, critic.frozen), optimizer_options(trainer, critic.lr))

@@ -80,3 +80,10 @@ def test_a_model_that_transforms_its_logits_is_refused(checkpoint: Path) -> None
     model.config.final_logit_softcapping = 30.0
     with pytest.raises(ValueError, match="final_logit_softcapping"):
         PolicyModule(model, 8)
+
+
+def test_what_is_frozen_in_the_policy_does_not_train(checkpoint: Path) -> None:
+    policy = PolicyModule.load(checkpoint, torch.float32, 4, frozen=[r"\.mlp\.gate\."])
+    frozen = {name for name, parameter in policy.named_parameters() if not parameter.requires_grad}
+    assert frozen
+    assert all(".mlp.gate." in name for name in frozen)
