@@ -171,9 +171,11 @@ class RolloutSection(Section):
     turn_timeout_s: Positive = 60.0
     """Longest wait for one turn of the engine."""
     publish_attempts: Count = 8
-    """Tries to publish a trajectory before it goes to the spool, to be offered again from there."""
+    """Tries to publish a trajectory before its episode's place goes to another; it is offered again from the spool."""
     spool_dir: FilePath | None = None
-    """What ingest did not take waits in <spool_dir>/<worker_id>; none: <run.dir>/spool/<worker_id>."""
+    """Finished trajectories lie in <spool_dir>/<worker_id> until ingest has them; none: <run.dir>/spool/<worker_id>."""
+    spool_mb: Count = 1024
+    """No prompt is leased while the spool holds this much; the episodes in flight may still add to it."""
     metrics_port: Port = 0
     """/metrics, /healthz, /readyz; 0: a free port."""
 
