@@ -67,6 +67,8 @@ class RedisSection(Section):
     """Share of maxmemory above which ingest answers RESOURCE_EXHAUSTED."""
     appendfsync: Literal["everysec", "always"] = "everysec"
     """Of the embedded Valkey. `everysec` may lose a second of work in a power cut, `always` nothing."""
+    dead_letters_mb: Count = 64
+    """Dead letters take at most this much, their payloads included; beyond it the oldest are forgotten, and counted."""
     timeout_s: Positive = 5.0
     """Longest wait for one command."""
 
