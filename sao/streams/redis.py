@@ -260,7 +260,8 @@ class RedisStreams:
 
     async def dead_totals(self) -> DeadTotals:
         with redis_errors("count dead letters"):
-            found = text_fields(await self._client.hgetall(self._keys.dead_totals))
+            reply: Any = await self._client.hgetall(self._keys.dead_totals)
+        found = text_fields(reply)
         size = int(found.pop("bytes", 0))
         counts: dict[DeadEvent, dict[str, int]] = {}
         for name, count in found.items():
