@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sao import streams as trajectory_streams
-from sao.cli.dead_views import by_kind, letter_rows, letters_table, totals_lines, trajectory_rows
+from sao.cli.dead_views import by_kind, letter_rows, letters_lines, totals_lines, trajectory_rows
 from sao.config import ConfigError, RunConfig, load_run_config
 from sao.dead_letters import Wanted, find, letter_as_json, trajectory_as_json, with_ids, with_reason
 from sao.streams.base import DeadLetter, DeadTotals, RequeueStatus, StreamError, TrajectoryStreams
@@ -79,7 +79,8 @@ def list_letters(
         typer.echo(json.dumps([letter_as_json(letter) for letter in letters[:limit]], indent=2))
         return
     if letters:
-        Console().print(letters_table(letters[:limit]))
+        for line in letters_lines(letters[:limit]):
+            typer.echo(line)
         typer.echo(f"{min(limit, len(letters))} of {len(letters)}; `sao dead show {target.words} ID` tells more of one")
     else:
         typer.echo("no dead letters" + (f" whose reason contains {reason!r}" if reason else ""))

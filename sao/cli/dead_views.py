@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
-from rich.table import Table
-from rich.text import Text
 
 from sao.config import RunConfig
 from sao.dead_letters import age_s
@@ -22,17 +20,16 @@ _MIB = 2**20
 _LONGEST_TEXT = 2000
 
 
-def letters_table(letters: Sequence[DeadLetter]) -> Table:
-    """One row a letter."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("trajectory", "from", "deliveries", "age", "task"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("why", overflow="fold", ratio=1)
+def letters_lines(letters: Sequence[DeadLetter]) -> Iterator[str]:
+    """A heading and one line a letter, however wide the terminal is: the reason comes last, and may run on."""
+    rows = [("trajectory", "from", "deliveries", "age", "task", "why")]
     for letter in letters:
         task = letter.fields.get("task", "-")
-        row = letter.trajectory_id, letter.stream.value, str(letter.attempt), age(age_s(letter)), task, letter.reason
-        table.add_row(*map(Text, row))
-    return table
+        once = " ".join(letter.reason.split())
+        rows.append((letter.trajectory_id, letter.stream.value, str(letter.attempt), age(age_s(letter)), task, once))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for *cells, why in rows:
+        yield "  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=False)), why])
 
 
 def totals_lines(totals: DeadTotals, bound_mb: int) -> Iterator[str]:

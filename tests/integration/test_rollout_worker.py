@@ -200,17 +200,24 @@ async def test_an_episode_whose_lease_is_lost_is_cancelled_and_its_ordinal_given
     assert (first.message.ordinal, first.message.attempt) == (0, 2)
 
 
-async def test_no_lease_is_taken_while_the_spool_is_full(ingest: Ingest, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spool_bytes", "why"), [(1, "spool is full"), (2**20, "what an earlier process left in the spool")]
+)
+async def test_no_lease_is_taken_while_the_spool_is_full_or_not_yet_offered(
+    ingest: Ingest, tmp_path: Path, spool_bytes: int, why: str
+) -> None:
     before = await open_spool(tmp_path)
     waiting = good(random.Random(0), ingest.limits, ordinal=0)
     assert await before.put(PublishRequest(trajectory=waiting))
     before.close()
     engines = memory_engines()
-    async with working(ingest, engines, tmp_path, spool_bytes=1) as running:
-        await eventually(lambda: "spool is full" in running.health.alive()[1], what="the worker to say why")
+    async with working(ingest, engines, tmp_path, spool_bytes=spool_bytes) as running:
+        await eventually(lambda: why in running.health.alive()[1], what="the worker to say why")
         assert engines["engine-0"].prompts == []
         await running.publisher.replay()
-        await published(ingest, 4)
+        found = await published(ingest, 4)
+    ids = {trajectory.message.ordinal: trajectory.id for trajectory in found}
+    assert ids[0] == waiting.id, "not superseded by another episode of its prompt"
 
 
 async def test_what_is_finished_and_not_published_when_the_worker_stops_is_published_by_the_next(
