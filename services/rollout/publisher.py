@@ -78,7 +78,7 @@ def again(error: BaseException) -> bool:
 
 
 class Publisher:
-    """Publishes over one channel; any number of trajectories at a time."""
+    """Publishes over one channel; any number of trajectories at a time. `spool` has been opened."""
 
     def __init__(
         self,
@@ -97,7 +97,8 @@ class Publisher:
         self._metadata = metadata
         self._sleep = sleep
         self._in_hand: set[str] = set()
-        self._replayed = False
+        self._left = bool(spool.ids())
+        """By an earlier process, and not yet offered once."""
 
     @property
     def hold(self) -> str:
@@ -107,7 +108,7 @@ class Publisher:
         """
         if self._spool.full:
             return "the spool is full (rollout.spool_mb): ingest takes less than is played"
-        if not self._replayed and self._waiting():
+        if self._left:
             return "offering what an earlier process left in the spool"
         return ""
 
@@ -131,7 +132,7 @@ class Publisher:
 
     async def replay(self) -> None:
         """Offer everything that waits in the spool, oldest first, until one is not taken."""
-        waiting = self._waiting()
+        waiting = deque(one for one in self._spool.ids() if one not in self._in_hand)
 
         async def offer_in_turn() -> None:
             while waiting:
@@ -141,7 +142,7 @@ class Publisher:
         async with asyncio.TaskGroup() as group:
             for _ in range(min(_REPLAYS, len(waiting))):
                 group.create_task(offer_in_turn())
-        self._replayed = True
+        self._left = False
 
     async def keep_replaying(self, period_s: float = 5.0) -> None:
         """Replay now and every `period_s`, until cancelled; take the spool's folder when its disk is well again."""
@@ -149,9 +150,6 @@ class Publisher:
             await self._spool.open()
             await self.replay()
             await asyncio.sleep(period_s)
-
-    def _waiting(self) -> deque[str]:
-        return deque(one for one in self._spool.ids() if one not in self._in_hand)
 
     async def _offer_again(self, trajectory_id: str) -> PublishResult | None:
         with self._holding(trajectory_id):

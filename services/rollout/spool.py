@@ -82,9 +82,7 @@ class Spool:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                msg = (
-                    f"spool {folder.path} is in use by another process; give each worker a rollout.worker_id of its own"
-                )
+                msg = f"spool {folder.path} is in use by another process; give each worker its own rollout.worker_id"
                 raise SpoolInUseError(msg) from error
             ending = f"{SUFFIX}{TEMPORARY_SUFFIX}"
             for torn in folder.path.glob(f".*{ending}"):
@@ -128,6 +126,8 @@ class Spool:
 
     async def remove(self, trajectory_id: str) -> None:
         """Ingest has it. A file that cannot be removed is a duplicate when the next process offers it."""
+        if trajectory_id not in self._sizes:
+            return
         await self._try("remove", trajectory_id, partial(self._folder.remove, trajectory_id))
         self._forget(trajectory_id)
 
