@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -12,14 +13,20 @@ TEMPORARY_SUFFIX = ".tmp"
 def write_file(path: Path, data: bytes) -> None:
     """Make `path` hold `data`, replacing what was there in one step; durable on return.
 
-    The bytes first lie under `.<name>.tmp` in the same directory, so one writer at a time per path.
+    The bytes first lie under `.<name>.tmp` in the same directory, so one writer at a time per path. OSError leaves
+    `path` as it was and nothing beside it.
     """
     temporary = path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            temporary.unlink(missing_ok=True)
+        raise
     fsync_directory(path.parent)
 
 
@@ -39,6 +46,14 @@ def publish_directory(source: Path, target: Path) -> None:
     fsync_directory(target.parent)
     if source.parent != target.parent:
         fsync_directory(source.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents, where they are missing; durable on return."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        fsync_directory(made.parent)
 
 
 def fsync_directory(path: Path) -> None:

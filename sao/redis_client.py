@@ -65,6 +65,11 @@ class RunKeys:
         return self.key("dead")
 
     @property
+    def dead_totals(self) -> str:
+        """`bytes` of all dead letters, and `event:kind` -> count of what became of them."""
+        return self.key("dead-totals")
+
+    @property
     def unconsumed(self) -> str:
         return self.key("unconsumed")
 

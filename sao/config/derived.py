@@ -55,7 +55,7 @@ def figures(config: RunConfig) -> list[Figure]:
             "everything admitted is ahead of it; engines add their own delay",
         ),
         Figure("payload", payload_bytes(config), "bytes", "of the longest trajectory"),
-        Figure("Redis memory", redis_bytes(config), "bytes", "admitted + unacknowledged payloads, at most"),
+        Figure("Redis memory", redis_bytes(config), "bytes", "admitted + unacknowledged + dead payloads, at most"),
         Figure("policy parameters", count, "parameters", "from the checkpoint's headers, or the tiny model's shape"),
         Figure("trainer memory", trainer_bytes(config, count), "bytes", "per rank, without activations, at most"),
         Figure("engine memory", engine_bytes(config, count), "bytes", "weights of one engine, without its cache"),
@@ -108,7 +108,7 @@ def redis_bytes(config: RunConfig) -> int:
     unacknowledged = min(
         config.checkpoint.every_updates * per_update, config.checkpoint.unacked_mb_max * MIB + per_update
     )
-    return config.admission_limit * one + unacknowledged
+    return config.admission_limit * one + unacknowledged + config.redis.dead_letters_mb * MIB
 
 
 def trainer_bytes(config: RunConfig, count: int | None) -> int | None:

@@ -77,6 +77,8 @@ class RedisSection(Section):
     """Share of maxmemory above which ingest answers RESOURCE_EXHAUSTED."""
     appendfsync: Literal["everysec", "always"] = "everysec"
     """Of the embedded Valkey. `everysec` may lose a second of work in a power cut, `always` nothing."""
+    dead_letters_mb: Count = 64
+    """Dead letters take at most this much, their payloads included; beyond it the oldest are forgotten, and counted."""
     timeout_s: Positive = 5.0
     """Longest wait for one command."""
 
@@ -181,9 +183,11 @@ class RolloutSection(Section):
     turn_timeout_s: Positive = 60.0
     """Longest wait for one turn of the engine."""
     publish_attempts: Count = 8
-    """Tries to publish a trajectory before it goes to the spool, to be offered again from there."""
+    """Tries to publish a trajectory before its episode's place goes to another; it is offered again from the spool."""
     spool_dir: FilePath | None = None
-    """What ingest did not take waits in <spool_dir>/<worker_id>; none: <run.dir>/spool/<worker_id>."""
+    """Finished trajectories lie in <spool_dir>/<worker_id> until ingest has them; none: <run.dir>/spool/<worker_id>."""
+    spool_mb: Count = 1024
+    """No prompt is leased while the spool holds this much; the episodes in flight may still add to it."""
     metrics_port: Port = 0
     """/metrics, /healthz, /readyz; 0: a free port."""
 

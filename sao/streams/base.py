@@ -10,6 +10,8 @@ Invariants every implementation keeps, and tests/contract/test_streams.py checks
   to `claim`, and woke up moves nothing.
 - **Nothing is lost.** An entry leaves a stream only by `move`, `settle` or `bury`. Nothing is trimmed by
   length. A full store refuses (`StreamFullError`), it never evicts.
+- **Dead letters are bounded and counted.** A letter leaves them by `requeue_dead`, by `drop_dead`, or, oldest first,
+  because all of them together exceed a bound in bytes (forgotten); `dead_totals` counts each of these by kind.
 - **Deliveries are counted.** `Delivery.attempt` rises with each delivery, also across restarts.
 - **Pending work is known.** `unconsumed()` counts what is durable and not yet marked consumed, which is what
   admission needs.
@@ -75,14 +77,58 @@ class Delivery:
     """How often this entry has been delivered, counting from 1."""
 
 
+LETTER_BYTES = 256
+"""What a dead letter counts beside its texts and its payload: the store's own bookkeeping, roughly."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
     entry_id: str
     trajectory_id: str
     stream: StreamName
+    """Where it was when it was buried, and where `requeue_dead` puts it."""
+    fields: Mapping[str, str]
+    """What the entry carried there."""
     reason: str
     attempt: int
     buried_ms: int
+    size: int
+    """Bytes in the store, payload and routed experts included."""
+
+    @property
+    def kind(self) -> str:
+        """What the reason begins with, up to its first colon."""
+        return kind_of(self.reason)
+
+
+def kind_of(reason: str) -> str:
+    """The kind under which a reason is counted."""
+    return reason.partition(":")[0]
+
+
+class RequeueStatus(Enum):
+    REQUEUED = "requeued"
+    GONE = "gone"
+    """It is no dead letter any more: requeued, dropped or forgotten by somebody else."""
+    NO_PAYLOAD = "no_payload"
+    """Nothing is left to work on; it can only be dropped."""
+
+
+class DeadEvent(Enum):
+    """What happens to dead letters."""
+
+    BURIED = "buried"
+    REQUEUED = "requeued"
+    DROPPED = "dropped"
+    FORGOTTEN = "forgotten"
+
+
+@dataclass(frozen=True, slots=True)
+class DeadTotals:
+    size: int
+    """Bytes of all letters that are there now."""
+    counts: Mapping[DeadEvent, Mapping[str, int]]
+    """Since the run began, by kind of reason; an event that never happened has no kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +191,7 @@ class TrajectoryStreams(Protocol):
     async def bury(self, delivery: Delivery, consumer: str, reason: str) -> bool:
         """Move the entry to the dead letters and release its admission; False when it was lost.
 
-        Payload and routed experts are kept.
+        Payload and routed experts are kept with it, and the oldest letters go where all of them exceed their bound.
         """
 
     async def mark_consumed(self, trajectory_ids: Sequence[str]) -> None:
@@ -162,8 +208,19 @@ class TrajectoryStreams(Protocol):
 
     async def depth(self, stream: StreamName) -> StreamDepth: ...
 
-    async def dead_letters(self, *, count: int) -> list[DeadLetter]:
-        """The newest `count`, newest first."""
+    async def dead_letters(self, *, count: int, before: str | None = None) -> list[DeadLetter]:
+        """The newest `count`, newest first; of those older than the letter with entry id `before`, if it is given."""
+
+    async def requeue_dead(self, letter: DeadLetter) -> RequeueStatus:
+        """Put it back, in one step, on the stream it came from: delivered anew, counted as unconsumed again.
+
+        StreamFullError at the memory bound.
+        """
+
+    async def drop_dead(self, letter: DeadLetter) -> bool:
+        """Delete letter, payload and routed experts; False when it was no dead letter any more."""
+
+    async def dead_totals(self) -> DeadTotals: ...
 
     async def close(self) -> None: ...
 

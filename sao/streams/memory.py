@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sao.board.memory import MemoryBoard
 from sao.ids import uuid7_unix_ms
-from sao.streams.base import AppendStatus, DeadLetter, Delivery, StreamDepth, StreamFullError, StreamName
+from sao.streams.base import (
+    LETTER_BYTES,
+    AppendStatus,
+    DeadEvent,
+    DeadLetter,
+    DeadTotals,
+    Delivery,
+    RequeueStatus,
+    StreamDepth,
+    StreamFullError,
+    StreamName,
+)
 from sao.streams.dispatch import Dispatch, slot_of
 
 HOUR_MS = 3_600_000
@@ -32,6 +45,10 @@ class _Stream:
     rewind: dict[str, list[str]] = field(default_factory=dict)
 
 
+def _order(entry_id: str) -> tuple[int, ...]:
+    return tuple(map(int, entry_id.split("-")))
+
+
 def _wall_ms() -> int:
     return time.time_ns() // 1_000_000
 
@@ -40,7 +57,7 @@ class MemoryStreams:
     """sao.streams.base.TrajectoryStreams on plain dictionaries.
 
     `board` supplies the trainer epoch that fences `settle`; `capacity_bytes` bounds the stored payloads;
-    `samples` is how many rollouts the run wants of one ordinal.
+    `samples` is how many rollouts the run wants of one ordinal; `dead_bytes` bounds the dead letters.
     """
 
     def __init__(
@@ -50,6 +67,7 @@ class MemoryStreams:
         samples: int = 1,
         horizon_h: int = 24,
         capacity_bytes: int | None = None,
+        dead_bytes: int = 2**26,
         clock_ms: Callable[[], int] = _wall_ms,
     ) -> None:
         self.dispatch = Dispatch()
@@ -64,7 +82,9 @@ class MemoryStreams:
         self._routed_experts: dict[str, bytes] = {}
         self._seen: dict[int, set[str]] = {}
         self._unconsumed: set[str] = set()
-        self._dead: list[DeadLetter] = []
+        self._dead_bytes = dead_bytes
+        self._dead: dict[str, DeadLetter] = {}
+        self._dead_counts: dict[DeadEvent, Counter[str]] = {}
         self._arrived = asyncio.Condition()
 
     async def ping(self) -> None:
@@ -92,9 +112,7 @@ class MemoryStreams:
             return AppendStatus.DUPLICATE
         if self.dispatch.done(slot):
             return AppendStatus.SUPERSEDED
-        if await self.memory_fraction() >= 1.0:
-            msg = f"trajectory {trajectory_id}: {self._capacity} bytes are in use; retry after something was settled"
-            raise StreamFullError(msg)
+        await self._refuse_when_full(trajectory_id)
         self._forget_old_ids()
         self._seen.setdefault(hour, set()).add(trajectory_id)
         self._payloads[trajectory_id] = payload
@@ -104,6 +122,11 @@ class MemoryStreams:
         self.dispatch.finish(slot)
         await self._add(StreamName.TRAJECTORIES, trajectory_id, fields)
         return AppendStatus.ACCEPTED
+
+    async def _refuse_when_full(self, trajectory_id: str) -> None:
+        if await self.memory_fraction() >= 1.0:
+            msg = f"trajectory {trajectory_id}: {self._capacity} bytes are in use; retry after something was settled"
+            raise StreamFullError(msg)
 
     def _forget_old_ids(self) -> None:
         oldest = self._clock_ms() // HOUR_MS - self._horizon_h - 1
@@ -184,13 +207,32 @@ class MemoryStreams:
                 entry_id=f"{now}-{next(self._numbers)}",
                 trajectory_id=delivery.trajectory_id,
                 stream=delivery.stream,
+                fields=delivery.fields,
                 reason=reason,
                 attempt=delivery.attempt,
                 buried_ms=now,
+                size=self._size(delivery, reason),
             )
-            self._dead.append(letter)
+            self._dead[letter.entry_id] = letter
+            self._count(DeadEvent.BURIED, letter)
             self._unconsumed.discard(delivery.trajectory_id)
+            while (await self.dead_totals()).size > self._dead_bytes:
+                self._drop(next(iter(self._dead.values())), DeadEvent.FORGOTTEN)
         return owned
+
+    def _size(self, delivery: Delivery, reason: str) -> int:
+        stored = self._payloads.get(delivery.trajectory_id, b""), self._routed_experts.get(delivery.trajectory_id, b"")
+        texts = reason, json.dumps(dict(delivery.fields))
+        return LETTER_BYTES + sum(map(len, stored)) + sum(len(text.encode()) for text in texts)
+
+    def _count(self, event: DeadEvent, letter: DeadLetter) -> None:
+        self._dead_counts.setdefault(event, Counter())[letter.kind] += 1
+
+    def _drop(self, letter: DeadLetter, event: DeadEvent) -> None:
+        del self._dead[letter.entry_id]
+        self._payloads.pop(letter.trajectory_id, None)
+        self._routed_experts.pop(letter.trajectory_id, None)
+        self._count(event, letter)
 
     async def mark_consumed(self, trajectory_ids: Sequence[str]) -> None:
         self._unconsumed.difference_update(trajectory_ids)
@@ -215,8 +257,33 @@ class MemoryStreams:
             oldest_age_s=max((self._clock_ms() - item.added_ms for item in items), default=0) / 1000,
         )
 
-    async def dead_letters(self, *, count: int) -> list[DeadLetter]:
-        return self._dead[::-1][:count]
+    async def dead_letters(self, *, count: int, before: str | None = None) -> list[DeadLetter]:
+        newest_first = reversed(self._dead.values())
+        if before is not None:
+            newest_first = (letter for letter in newest_first if _order(letter.entry_id) < _order(before))
+        return list(itertools.islice(newest_first, count))
+
+    async def requeue_dead(self, letter: DeadLetter) -> RequeueStatus:
+        if letter.entry_id not in self._dead:
+            return RequeueStatus.GONE
+        if letter.trajectory_id not in self._payloads:
+            return RequeueStatus.NO_PAYLOAD
+        await self._refuse_when_full(letter.trajectory_id)
+        del self._dead[letter.entry_id]
+        self._count(DeadEvent.REQUEUED, letter)
+        self._unconsumed.add(letter.trajectory_id)
+        await self._add(letter.stream, letter.trajectory_id, letter.fields)
+        return RequeueStatus.REQUEUED
+
+    async def drop_dead(self, letter: DeadLetter) -> bool:
+        if letter.entry_id not in self._dead:
+            return False
+        self._drop(letter, DeadEvent.DROPPED)
+        return True
+
+    async def dead_totals(self) -> DeadTotals:
+        counts = {event: dict(kinds) for event, kinds in self._dead_counts.items()}
+        return DeadTotals(sum(letter.size for letter in self._dead.values()), counts)
 
     async def close(self) -> None:
         """Nothing to release."""

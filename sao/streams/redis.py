@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -21,16 +22,24 @@ from sao.config.schema import RunConfig
 from sao.ids import uuid7_unix_ms
 from sao.redis_client import Arg, RunKeys, Scripts, connect_redis, redis_errors
 from sao.streams.base import (
+    LETTER_BYTES,
     AppendStatus,
+    DeadEvent,
     DeadLetter,
+    DeadTotals,
     Delivery,
     FencedError,
+    RequeueStatus,
     StreamDepth,
     StreamName,
     StreamUnavailableError,
+    kind_of,
 )
 from sao.streams.dispatch import slot_of
 from sao.streams.redis_reader import GROUP, RedisReader, text_fields
+from sao.telemetry.logs import get_logger
+
+log = get_logger(__name__)
 
 HOUR_MS: Final = 3_600_000
 
@@ -39,7 +48,7 @@ class RedisStreams:
     """sao.streams.base.TrajectoryStreams for one run.
 
     `client` may repeat commands, `once` must not; blocking reads end within `block_limit_ms`; `samples` is how
-    many rollouts the run wants of one ordinal.
+    many rollouts the run wants of one ordinal; `dead_bytes` bounds the dead letters.
     """
 
     def __init__(
@@ -51,6 +60,7 @@ class RedisStreams:
         horizon_h: int = 24,
         block_limit_ms: int = 2500,
         samples: int = 1,
+        dead_bytes: int = 2**26,
     ) -> None:
         self._client = client
         self._once = once
@@ -58,6 +68,7 @@ class RedisStreams:
         # An id's bucket must outlive the hour that it collects, and the horizon after it.
         self._seen_ttl_ms = (horizon_h + 2) * HOUR_MS
         self._samples = samples
+        self._dead_bytes = dead_bytes
         self._scripts = Scripts(client, "sao.streams.lua")
         self._fenced = Scripts(once, "sao.streams.lua")
         self._reader = RedisReader(once, keys, block_limit_ms=block_limit_ms)
@@ -72,6 +83,7 @@ class RedisStreams:
             horizon_h=config.ingest.seen_horizon_h,
             block_limit_ms=int(config.redis.timeout_s * 500),
             samples=config.samples,
+            dead_bytes=config.redis.dead_letters_mb * 2**20,
         )
 
     async def ping(self) -> None:
@@ -132,22 +144,46 @@ class RedisStreams:
         return None if reply is None else bytes(reply)
 
     async def move(self, delivery: Delivery, consumer: str, to: StreamName, fields: Mapping[str, str]) -> bool:
-        return await self._hand_over(delivery, consumer, self._keys.stream(to), fields, release=False)
+        keys = [self._keys.stream(delivery.stream), self._keys.stream(to)]
+        moved = await self._hand_over("move", delivery, consumer, keys, _flat(fields))
+        return moved == 1
 
     async def bury(self, delivery: Delivery, consumer: str, reason: str) -> bool:
-        fields = {"stream": delivery.stream.value, "reason": reason, "attempt": str(delivery.attempt)}
-        return await self._hand_over(delivery, consumer, self._keys.dead, fields, release=True)
+        names, trajectory_id = self._keys, delivery.trajectory_id
+        keys = [names.stream(delivery.stream), names.dead, names.unconsumed, names.dead_totals]
+        keys += [names.payload(trajectory_id), names.routed_experts(trajectory_id)]
+        fields = json.dumps(dict(delivery.fields))
+        counter = _counter(DeadEvent.BURIED, reason)
+        texts: list[Arg] = [delivery.stream.value, reason, fields, counter, LETTER_BYTES]
+        total = await self._hand_over("bury", delivery, consumer, keys, texts)
+        if total == 0:
+            return False
+        await self._forget_dead(total)
+        return True
 
     async def _hand_over(
-        self, delivery: Delivery, consumer: str, to: str, fields: Mapping[str, str], *, release: bool
-    ) -> bool:
-        keys = [self._keys.stream(delivery.stream), to, self._keys.unconsumed]
+        self, script: str, delivery: Delivery, consumer: str, keys: Sequence[str], rest: Sequence[Arg]
+    ) -> int:
         entry: list[Arg] = [delivery.entry_id, delivery.attempt, delivery.trajectory_id]
-        with redis_errors(f"hand over trajectory {delivery.trajectory_id} from {delivery.stream.value}"):
-            args: list[Arg] = [GROUP, consumer, *entry, int(release), *_flat(fields)]
-            moved: int = await self._fenced.run("hand_over", keys, args)
+        with redis_errors(f"{script} trajectory {delivery.trajectory_id} from {delivery.stream.value}"):
+            reply: int = await self._fenced.run(script, keys, [GROUP, consumer, *entry, *rest])
         self._reader.let_go([delivery], consumer)
-        return moved == 1
+        return reply
+
+    async def _forget_dead(self, total: int) -> None:
+        """Delete the oldest letters while all of them take more than their bound."""
+        try:
+            while total > self._dead_bytes:
+                with redis_errors("find the oldest dead letter"):
+                    rows: Any = await self._once.xrange(self._keys.dead, count=1)
+                if not rows:
+                    return
+                letter = _letter(*rows[0])
+                _, total = await self._drop_dead(letter, DeadEvent.FORGOTTEN)
+                log.warning("oldest dead letter forgotten", trajectory=letter.trajectory_id, reason=letter.reason)
+        except StreamUnavailableError as error:
+            # The burial itself is done and must not look undone; the next one goes on from here.
+            log.warning("dead letters exceed their bound", bytes=total, error=str(error))
 
     async def mark_consumed(self, trajectory_ids: Sequence[str]) -> None:
         if trajectory_ids:
@@ -192,28 +228,69 @@ class RedisStreams:
         age = seconds + micros / 1e6 - _unix_ms(oldest[0][0]) / 1000 if oldest else 0.0
         return StreamDepth(length=length, pending=pending, oldest_age_s=max(age, 0.0))
 
-    async def dead_letters(self, *, count: int) -> list[DeadLetter]:
+    async def dead_letters(self, *, count: int, before: str | None = None) -> list[DeadLetter]:
+        newest = "+" if before is None else f"({before}"
         with redis_errors("list dead letters"):
-            rows: Any = await self._client.xrevrange(self._keys.dead, count=count)
-        letters = []
-        for entry_id, flat in rows:
-            fields = text_fields(flat)
-            letters.append(
-                DeadLetter(
-                    entry_id=entry_id.decode(),
-                    trajectory_id=fields["_id"],
-                    stream=StreamName(fields["stream"]),
-                    reason=fields["reason"],
-                    attempt=int(fields["attempt"]),
-                    buried_ms=_unix_ms(entry_id),
-                )
-            )
-        return letters
+            rows: Any = await self._client.xrevrange(self._keys.dead, max=newest, count=count)
+        return [_letter(entry_id, flat) for entry_id, flat in rows]
+
+    async def requeue_dead(self, letter: DeadLetter) -> RequeueStatus:
+        names = self._keys
+        keys = [names.dead, names.stream(letter.stream), names.unconsumed, names.dead_totals]
+        keys.append(names.payload(letter.trajectory_id))
+        counter = _counter(DeadEvent.REQUEUED, letter.reason)
+        args: list[Arg] = [letter.entry_id, letter.trajectory_id, counter, letter.size, *_flat(letter.fields)]
+        with redis_errors(f"requeue trajectory {letter.trajectory_id}"):
+            reply: bytes = await self._fenced.run("requeue", keys, args)
+        return RequeueStatus(reply.decode())
+
+    async def drop_dead(self, letter: DeadLetter) -> bool:
+        dropped, _ = await self._drop_dead(letter, DeadEvent.DROPPED)
+        return dropped
+
+    async def _drop_dead(self, letter: DeadLetter, event: DeadEvent) -> tuple[bool, int]:
+        """Whether it was there, and the bytes of those that are left."""
+        names = self._keys
+        keys = [names.dead, names.dead_totals]
+        keys += [names.payload(letter.trajectory_id), names.routed_experts(letter.trajectory_id)]
+        with redis_errors(f"drop dead trajectory {letter.trajectory_id}"):
+            args: list[Arg] = [letter.entry_id, _counter(event, letter.reason), letter.size]
+            dropped, total = await self._fenced.run("drop", keys, args)
+        return dropped == 1, total
+
+    async def dead_totals(self) -> DeadTotals:
+        with redis_errors("count dead letters"):
+            reply: Any = await self._client.hgetall(self._keys.dead_totals)
+        found = text_fields(reply)
+        size = int(found.pop("bytes", 0))
+        counts: dict[DeadEvent, dict[str, int]] = {}
+        for name, count in found.items():
+            event, _, kind = name.partition(":")
+            counts.setdefault(DeadEvent(event), {})[kind] = int(count)
+        return DeadTotals(size, counts)
 
     async def close(self) -> None:
         for client in (self._client, self._once):
             with contextlib.suppress(StreamUnavailableError), redis_errors("close"):
                 await client.aclose()
+
+
+def _letter(entry_id: bytes, raw: Mapping[bytes, bytes]) -> DeadLetter:
+    found = text_fields(raw)
+    return DeadLetter(
+        entry_id=entry_id.decode(),
+        trajectory_id=found["_id"],
+        stream=StreamName(found["stream"]),
+        fields=json.loads(found["fields"]),
+        reason=found["reason"],
+        attempt=int(found["attempt"]),
+        buried_ms=_unix_ms(entry_id),
+        size=int(found["size"]),
+    )
+
+
+def _counter(event: DeadEvent, reason: str) -> str:
+    return f"{event.value}:{kind_of(reason)}"
 
 
 def _flat(fields: Mapping[str, str]) -> list[str]:

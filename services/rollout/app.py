@@ -24,6 +24,7 @@ from services.rollout.folder import TrajectoryFolder
 from services.rollout.ingest_client import call_metadata, make_stub, open_channel
 from services.rollout.publisher import Publisher
 from services.rollout.rotation import Rotation
+from services.rollout.spool import Spool
 from services.rollout.worker import Worker
 
 
@@ -44,19 +45,22 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         tokenizer = FileTokenizer(checkpoint / TOKENIZER_FILE)
         engines = _engines(config, vocab_size, routing)
         rotation = Rotation(board, engines)
+        spool = make_spool(config)
+        await spool.open()
         async with open_channel(config) as channel:
-            worker, publisher = _worker(config, channel, rotation, tokenizer, health, routing=routing)
+            worker, publisher = _worker(config, channel, rotation, tokenizer, health, spool=spool, routing=routing)
             health.set_ready(True)
             try:
                 async with asyncio.TaskGroup() as group:
                     background = [
                         group.create_task(rotation.run()),
-                        group.create_task(publisher.keep_draining()),
+                        group.create_task(publisher.keep_replaying()),
                     ]
                     await worker.run(stop)
                     for task in background:
                         task.cancel()
             finally:
+                spool.close()
                 for engine in engines.values():
                     await engine.close()
     finally:
@@ -70,8 +74,14 @@ def _engines(config: RunConfig, vocab_size: int, routing: RoutingShape | None) -
     return {name: SGLangEngine(name, url, vocab_size, routing=routing, api_key=key) for name, url in named.items()}
 
 
+def make_spool(config: RunConfig) -> Spool:
+    """The worker's spool, closed, and behind it the run's dead folder."""
+    max_bytes = config.rollout.spool_mb * 2**20
+    return Spool(spool_folder(config), dead=TrajectoryFolder(config.run.dir / "dead"), max_bytes=max_bytes)
+
+
 def spool_folder(config: RunConfig) -> Path:
-    """The worker's own: two that drained one folder would take files away from each other."""
+    """The worker's own: only one process at a time may hold it."""
     return (config.rollout.spool_dir or config.run.dir / "spool") / config.rollout.worker_id
 
 
@@ -82,6 +92,7 @@ def _worker(
     tokenizer: FileTokenizer,
     health: Health,
     *,
+    spool: Spool,
     routing: RoutingShape | None,
 ) -> tuple[Worker, Publisher]:
     rollout = config.rollout
@@ -107,8 +118,7 @@ def _worker(
     call_timeout_s = 2 * config.redis.timeout_s
     publisher = Publisher(
         stub,
-        dead=TrajectoryFolder(config.run.dir / "dead"),
-        spool=TrajectoryFolder(spool_folder(config)),
+        spool=spool,
         attempts=rollout.publish_attempts,
         call_timeout_s=call_timeout_s,
         metadata=metadata,

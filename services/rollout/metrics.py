@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+_DISK_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
 EPISODES = Counter("sao_rollout_episodes_total", "Finished episodes", ["finish"])
@@ -25,7 +26,21 @@ ROTATION_WAIT_SECONDS = Histogram(
 )
 PUBLISHED = Counter("sao_rollout_published_total", "Trajectories handed to ingest, by its answer", ["status"])
 PUBLISH_RETRIES = Counter("sao_rollout_publish_retries_total", "Publish calls repeated, by status code", ["code"])
-PUBLISH_SECONDS = Histogram("sao_rollout_publish_seconds", "Until ingest answered, retries included", buckets=_SECONDS)
+PUBLISH_SECONDS = Histogram(
+    "sao_rollout_publish_seconds", "Until ingest answered, the spool's write and retries included", buckets=_SECONDS
+)
 DEAD = Counter("sao_rollout_dead_trajectories_total", "Trajectories written to the dead folder", ["code"])
-SPOOLED = Gauge("sao_rollout_spooled_trajectories", "Finished trajectories on disk until ingest is back")
+SPOOLED = Gauge("sao_rollout_spooled_trajectories", "Finished trajectories on disk that ingest does not have yet")
+SPOOL_BYTES = Gauge("sao_rollout_spool_bytes", "Their size; no prompt is leased from rollout.spool_mb on")
+SPOOL_WRITE_SECONDS = Histogram(
+    "sao_rollout_spool_write_seconds",
+    "From a finished episode until its file and directory are fsynced",
+    buckets=_DISK_SECONDS,
+)
+SPOOL_ERRORS = Counter(
+    "sao_rollout_spool_errors_total",
+    "What the disk refused (ENOSPC: full, EROFS: read-only); publishing goes on from memory",
+    ["operation", "error"],
+)
+SPOOL_SET_ASIDE = Counter("sao_rollout_spool_set_aside_total", "Files of the spool that a crash or the disk damaged")
 REPEATED = Counter("sao_rollout_repeated_completions_total", "Completions equal to the one before for the same prompt")

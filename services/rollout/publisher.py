@@ -1,18 +1,24 @@
 """Hands finished trajectories to ingest, until it says that they are durable or that it will never take them.
 
+Each is written to the spool before it is first offered, and leaves it only by an answer:
+
 | answer | what happens |
 |---|---|
-| ACCEPTED, DUPLICATE, SUPERSEDED | done |
-| UNAVAILABLE, DEADLINE_EXCEEDED, back-pressure | again after `retry-after-ms` or a growing pause, `attempts` times in all; then to the spool folder, if there is one, and again from there |
+| ACCEPTED, DUPLICATE, SUPERSEDED | done: out of the spool |
+| UNAVAILABLE, DEADLINE_EXCEEDED, back-pressure | again after `retry-after-ms` or a growing pause, `attempts` times in all; then it waits in the spool and is offered again from there |
 | INVALID_ARGUMENT, FAILED_PRECONDITION, too large | to the dead folder with the reason; repeating it is useless |
 | anything else | raised: the installation is wrong (a token, a port), not this trajectory |
+
+One that the spool's disk refuses is offered from memory, without an end, and keeps its episode's place meanwhile.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +29,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from sao.telemetry.logs import get_logger
 from sao.v1 import ingest_pb2 as pb
 from services.rollout import metrics
-from services.rollout.folder import TrajectoryFolder
 from services.rollout.ingest_client import retry_after_s
+from services.rollout.spool import Spool
 
 if TYPE_CHECKING:
     from services.rollout.ingest_client import Stub
@@ -38,6 +44,8 @@ _NEVER = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,  # only when the message's size is meant: see `again`
 }
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_REPLAYS = 4
+"""Trajectories offered from the spool at a time, beside those of running episodes."""
 
 
 class PublishResult(Enum):
@@ -50,8 +58,6 @@ class PublishResult(Enum):
     """Refused for ever; its file lies in the dead folder."""
     SPOOLED = "spooled"
     """On local disk until ingest is back."""
-    LOST = "lost"
-    """Ingest did not answer and there is no spool folder: its prompt is given out again when the lease ends."""
 
 
 _RESULTS: Mapping[int, PublishResult] = {
@@ -72,63 +78,100 @@ def again(error: BaseException) -> bool:
 
 
 class Publisher:
-    """Publishes over one channel; any number of trajectories at a time."""
+    """Publishes over one channel; any number of trajectories at a time. `spool` has been opened."""
 
     def __init__(
         self,
         stub: Stub,
         *,
-        dead: TrajectoryFolder,
-        spool: TrajectoryFolder | None,
+        spool: Spool,
         attempts: int,
         call_timeout_s: float,
         metadata: tuple[tuple[str, str], ...] = (),
         sleep: Callable[[float], Any] = asyncio.sleep,
     ) -> None:
         self._stub = stub
-        self._dead = dead
         self._spool = spool
         self._attempts = attempts
         self._call_timeout_s = call_timeout_s
         self._metadata = metadata
         self._sleep = sleep
+        self._in_hand: set[str] = set()
+        self._left = bool(spool.ids())
+        """By an earlier process, and not yet offered once."""
+
+    @property
+    def hold(self) -> str:
+        """Why no episode should begin now; nothing when it may.
+
+        What an earlier process left is offered first: played again meanwhile, it would be superseded.
+        """
+        if self._spool.full:
+            return "the spool is full (rollout.spool_mb): ingest takes less than is played"
+        if self._left:
+            return "offering what an earlier process left in the spool"
+        return ""
 
     async def publish(self, request: pb.PublishRequest) -> PublishResult:
-        """Offer it until the table above has an answer; AioRpcError for its last row."""
-        try:
-            with metrics.PUBLISH_SECONDS.time():
-                result = await self._offer(request)
-        except asyncio.CancelledError:
-            # The worker stops while ingest is away. If the last call did arrive, the next offer is a duplicate.
-            if self._spool is not None:
-                self._spool.put(request)
-            raise
-        if result is PublishResult.LOST and self._spool is not None:
-            self._spool.put(request)
-            self._count_spooled()
-            result = PublishResult.SPOOLED
+        """Spool it, then offer it until the table above has an answer; AioRpcError for its last row."""
+        with self._holding(request.trajectory.id), metrics.PUBLISH_SECONDS.time():
+            try:
+                await self._spool.put(request)
+                while (result := await self._offer(request)) is PublishResult.SPOOLED:
+                    if await self._spool.put(request):
+                        break
+                    await self._sleep(_LONGEST_PAUSE_S)
+            except (asyncio.CancelledError, grpc.aio.AioRpcError):
+                # The worker stops. If the last call did arrive, the next offer is a duplicate.
+                if not await self._spool.put(request):
+                    metrics.PUBLISHED.labels("lost").inc()
+                    log.exception("trajectory is lost, its prompt is played again", trajectory=request.trajectory.id)
+                raise
         metrics.PUBLISHED.labels(result.value).inc()
         return result
 
-    async def drain_spool(self) -> None:
-        """Offer every spooled trajectory again, oldest first, until one is not taken."""
-        if self._spool is None:
-            return
-        for trajectory_id in self._spool.ids():
-            result = await self._offer(self._spool.get(trajectory_id))
-            if result is PublishResult.LOST:
-                break
-            self._spool.remove(trajectory_id)
-            metrics.PUBLISHED.labels(result.value).inc()
-        self._count_spooled()
+    async def replay(self) -> None:
+        """Offer everything that waits in the spool, oldest first, until one is not taken."""
+        waiting = deque(one for one in self._spool.ids() if one not in self._in_hand)
 
-    async def keep_draining(self, period_s: float = 5.0) -> None:
-        """Drain the spool now and every `period_s`, until cancelled."""
-        while self._spool is not None:
-            await self.drain_spool()
+        async def offer_in_turn() -> None:
+            while waiting:
+                if await self._offer_again(waiting.popleft()) is PublishResult.SPOOLED:
+                    waiting.clear()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(_REPLAYS, len(waiting))):
+                group.create_task(offer_in_turn())
+        self._left = False
+
+    async def keep_replaying(self, period_s: float = 5.0) -> None:
+        """Replay now and every `period_s`, until cancelled; take the spool's folder when its disk is well again."""
+        while True:
+            await self._spool.open()
+            await self.replay()
             await asyncio.sleep(period_s)
 
+    async def _offer_again(self, trajectory_id: str) -> PublishResult | None:
+        with self._holding(trajectory_id):
+            request = await self._spool.get(trajectory_id)
+            if request is None:
+                return None
+            result = await self._offer(request)
+        if result is not PublishResult.SPOOLED:
+            metrics.PUBLISHED.labels(result.value).inc()
+        return result
+
+    @contextlib.contextmanager
+    def _holding(self, trajectory_id: str) -> Iterator[None]:
+        """No replay offers it meanwhile."""
+        self._in_hand.add(trajectory_id)
+        try:
+            yield
+        finally:
+            self._in_hand.discard(trajectory_id)
+
     async def _offer(self, request: pb.PublishRequest) -> PublishResult:
+        """Ingest's answer, acted upon; SPOOLED when it does not take it now."""
         retrying = AsyncRetrying(
             retry=retry_if_exception(again),
             wait=_pause,
@@ -138,28 +181,27 @@ class Publisher:
             reraise=True,
         )
         try:
-            return await retrying(self._call, request)
+            result: PublishResult = await retrying(self._call, request)
         except grpc.aio.AioRpcError as error:
             if again(error):
                 log.warning("ingest does not take it", trajectory=request.trajectory.id, error=error.details())
-                return PublishResult.LOST
+                return PublishResult.SPOOLED
             if error.code() not in _NEVER:
                 raise
-            return self._bury(request, error)
+            await self._bury(request, error)
+            return PublishResult.DEAD
+        await self._spool.remove(request.trajectory.id)
+        return result
 
     async def _call(self, request: pb.PublishRequest) -> PublishResult:
         response = await self._stub.Publish(request, timeout=self._call_timeout_s, metadata=self._metadata)
         return _RESULTS[response.status]
 
-    def _bury(self, request: pb.PublishRequest, error: grpc.aio.AioRpcError) -> PublishResult:
-        path = self._dead.put(request, f"{error.code().name}: {error.details()}")
+    async def _bury(self, request: pb.PublishRequest, error: grpc.aio.AioRpcError) -> None:
+        reason = f"{error.code().name}: {error.details()}"
         metrics.DEAD.labels(error.code().name).inc()
-        log.error("trajectory is dead", trajectory=request.trajectory.id, file=str(path), reason=error.details())
-        return PublishResult.DEAD
-
-    def _count_spooled(self) -> None:
-        if self._spool is not None:
-            metrics.SPOOLED.set(len(self._spool.ids()))
+        log.error("trajectory is dead", trajectory=request.trajectory.id, reason=reason)
+        await self._spool.bury(request, reason)
 
 
 def _pause(state: RetryCallState) -> float:

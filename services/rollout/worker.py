@@ -4,7 +4,10 @@
   episode whose lease is lost is cancelled, for somebody else may be playing it.
 - No lease is taken while no engine is in rotation: its time would run out unused.
 - A failed turn costs an attempt: the episode starts anew under the same lease, `ATTEMPTS` times at most.
-- When asked to stop it takes no more leases, gives what is in flight `DRAIN_S`, and leaves the rest to their expiry.
+- No lease is taken before what an earlier process spooled was offered once, nor while the spool is full: what is
+  finished must reach ingest before more is begun.
+- When asked to stop it takes no more leases and gives what is in flight `DRAIN_S`. What is finished by then and not
+  published lies in the spool; the other leases run out.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ _FIRST_PAUSE_S = 0.25
 _MOST_LEASES = 256
 _ROTATION_WAIT_S = 0.5
 _STORE_RETRY_S = 0.5
+_SPOOL_RETRY_S = 0.1
 _LEAST_PAUSE_S = 0.02
-_FAILED = {PublishResult.DEAD, PublishResult.LOST}
 
 
 @dataclass
@@ -88,6 +91,9 @@ class Worker:
             while not stop.is_set() and self._failure is None:
                 if len(self._held) >= self._concurrency:
                     await self._wait(stop, None)
+                elif why := self._publisher.hold:
+                    self._rest(why)
+                    await self._wait(stop, _SPOOL_RETRY_S)
                 elif await self._rotation.serving(timeout_s=_ROTATION_WAIT_S):
                     await self._wait(stop, await self._admit())
                 else:
@@ -172,7 +178,7 @@ class Worker:
             self._repeats.see(request.trajectory)
             held.publishing = True
             result = await self._publisher.publish(request)
-            if result not in _FAILED:
+            if result is not PublishResult.DEAD:
                 self._health.progress()
             return
         log.error("episode given up", lease=lease.lease_id, ordinal=lease.ordinal, attempts=ATTEMPTS)

@@ -87,6 +87,10 @@ async def test_a_full_store_refuses_whole_appends_and_still_drains(tmp_path: Pat
             for delivery in deliveries[:-1]:
                 assert await streams.move(delivery, "r", SCORED, {"outcome": "{}"})
             assert await streams.bury(deliveries[-1], "r", "test")
+            (letter,) = await streams.dead_letters(count=1)
+            with pytest.raises(StreamFullError):
+                await streams.requeue_dead(letter)
+            assert await streams.drop_dead(letter)
             await streams.open_consumer(SCORED, "t")
             scored = await streams.read(SCORED, "t", count=1000, block_ms=0)
             assert await streams.settle(scored, "t", epoch=epoch) == len(accepted) - 1

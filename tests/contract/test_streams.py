@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sao.ids import uuid7
-from sao.streams.base import AppendStatus, Delivery, FencedError, StreamName, TrajectoryStreams
+from sao.streams.base import AppendStatus, DeadLetter, Delivery, FencedError, StreamName, TrajectoryStreams
 from tests.support.stores import Stores, open_stores
 
 TRAJECTORIES, SCORED = StreamName.TRAJECTORIES, StreamName.SCORED
@@ -297,7 +297,7 @@ async def test_depth_tells_length_pending_and_age(stores: Stores) -> None:
 
 
 STEP = st.tuples(
-    st.sampled_from(["append", "read", "claim", "reopen", "move", "rescore", "bury", "settle"]),
+    st.sampled_from(["append", "read", "claim", "reopen", "move", "rescore", "bury", "settle", "requeue", "drop"]),
     st.sampled_from(["a", "b"]),
     st.integers(0, 5),
 )
@@ -312,7 +312,8 @@ def test_every_accepted_trajectory_is_in_exactly_one_place(store_url: str | None
 
 async def _one_place(store_url: str | None, steps: list[tuple[str, str, int]]) -> None:
     async with open_stores(store_url) as stores:
-        streams, deliveries, accepted, settled = stores.streams, list[tuple[str, Delivery]](), set[str](), 0
+        streams, deliveries, accepted = stores.streams, list[tuple[str, Delivery]](), set[str]()
+        buried, gone = list[DeadLetter](), 0
         for number, (action, consumer, pick) in enumerate(steps):
             stream = TRAJECTORIES if pick % 2 else SCORED
             who, delivery = deliveries[pick % len(deliveries)] if deliveries else ("", None)
@@ -326,12 +327,19 @@ async def _one_place(store_url: str | None, steps: list[tuple[str, str, int]]) -
             elif action == "claim":
                 claimed = await streams.claim(stream, consumer, idle_ms=0, count=2)
                 deliveries += [(consumer, d) for d in claimed]
+            elif action in {"requeue", "drop"}:
+                buried += await streams.dead_letters(count=1)
+                letter = buried[pick % len(buried)] if buried else None  # perhaps of long ago
+                if letter is not None and action == "requeue":
+                    await streams.requeue_dead(letter)
+                elif letter is not None:
+                    gone += await streams.drop_dead(letter)
             elif delivery is None:
                 continue
             elif action == "bury":
                 await streams.bury(delivery, who, "test")
             elif action == "settle":
-                settled += await streams.settle([delivery], who, epoch=1)
+                gone += await streams.settle([delivery], who, epoch=1)
             else:
                 await streams.move(delivery, who, SCORED if action == "move" else TRAJECTORIES, {})
         places = [d.trajectory_id for d in await streams.dead_letters(count=100)]
@@ -342,4 +350,4 @@ async def _one_place(store_url: str | None, steps: list[tuple[str, str, int]]) -
             places += [d.trajectory_id for d in {d.entry_id: d for d in found}.values()]
         assert len(places) == len(set(places))
         assert set(places) <= accepted
-        assert len(places) + settled == len(accepted)
+        assert len(places) + gone == len(accepted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,29 +13,16 @@ import grpc.aio
 import pytest
 
 from sao.board.memory import MemoryBoard
-from sao.config import load_run_config
 from sao.ids import uuid7
 from sao.streams.base import StreamFullError, StreamName, StreamUnavailableError
 from sao.streams.memory import MemoryStreams
 from sao.v1 import ingest_pb2 as pb
 from sao.v1 import trajectory_pb2
 from services.rollout.folder import TrajectoryFolder
-from services.rollout.ingest_client import make_stub, open_channel
 from services.rollout.publisher import Publisher, PublishResult
-from tests.support.ingest import Ingest, memory_ingest
-from tests.support.processes import free_port
+from tests.support.ingest import FailingStreams, Ingest, memory_ingest
+from tests.support.rollout_worker import open_spool
 from tests.support.trajectories import ROUTING, bad, good, routed_experts
-
-
-class FailingStreams(MemoryStreams):
-    """A store that raises what a test puts here, on each call that ingest makes before an append."""
-
-    error: StreamUnavailableError | StreamFullError | None = None
-
-    async def memory_fraction(self) -> float:
-        if self.error is not None:
-            raise self.error
-        return await super().memory_fraction()
 
 
 def request(message: trajectory_pb2.Trajectory, routed_experts: bytes = b"") -> pb.PublishRequest:
@@ -53,15 +41,16 @@ class Pauses:
         self._then(len(self.lengths))
 
 
-def make(ingest: Ingest, folder: Path, pauses: Pauses, *, spool: bool = False, attempts: int = 4) -> Publisher:
-    return Publisher(
-        ingest.stub,
-        dead=TrajectoryFolder(folder / "dead"),
-        spool=TrajectoryFolder(folder / "spool") if spool else None,
-        attempts=attempts,
-        call_timeout_s=5.0,
-        sleep=pauses.sleep,
-    )
+async def make(ingest: Ingest, folder: Path, pauses: Pauses, *, attempts: int = 4) -> Publisher:
+    spool = await open_spool(folder)
+    return Publisher(ingest.stub, spool=spool, attempts=attempts, call_timeout_s=5.0, sleep=pauses.sleep)
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("services.rollout.folder.write_file", refuse)
 
 
 @pytest.mark.parametrize("error", [StreamUnavailableError("gone"), StreamFullError("full")])
@@ -78,7 +67,8 @@ async def test_a_store_in_trouble_is_tried_again_after_the_servers_own_hint(
 
     pauses = Pauses(recover)
     async with memory_ingest(streams=streams, board=board) as ingest:
-        result = await make(ingest, tmp_path, pauses).publish(request(good(random.Random(0), ingest.limits)))
+        publisher = await make(ingest, tmp_path, pauses)
+        result = await publisher.publish(request(good(random.Random(0), ingest.limits)))
     assert result is PublishResult.ACCEPTED
     assert len(pauses.lengths) == 2
     assert all(0.5 <= length <= 0.75 for length in pauses.lengths)
@@ -86,7 +76,7 @@ async def test_a_store_in_trouble_is_tried_again_after_the_servers_own_hint(
 
 async def test_a_trajectory_sent_twice_is_a_duplicate(tmp_path: Path) -> None:
     async with memory_ingest() as ingest:
-        publisher = make(ingest, tmp_path, Pauses())
+        publisher = await make(ingest, tmp_path, Pauses())
         message = good(random.Random(0), ingest.limits)
         assert await publisher.publish(request(message)) is PublishResult.ACCEPTED
         assert await publisher.publish(request(message)) is PublishResult.DUPLICATE
@@ -98,8 +88,10 @@ async def test_an_invalid_trajectory_goes_to_the_dead_folder_with_the_reason_and
     pauses = Pauses()
     async with memory_ingest() as ingest:
         message, code = bad("positive_logprob", random.Random(0), ingest.limits)
-        assert await make(ingest, tmp_path, pauses).publish(request(message)) is PublishResult.DEAD
+        publisher = await make(ingest, tmp_path, pauses)
+        assert await publisher.publish(request(message)) is PublishResult.DEAD
     assert pauses.lengths == []
+    assert TrajectoryFolder(tmp_path / "spool").ids() == []
     dead = TrajectoryFolder(tmp_path / "dead")
     assert dead.ids() == [message.id]
     assert dead.get(message.id) == request(message)
@@ -111,7 +103,7 @@ async def test_an_invalid_trajectory_goes_to_the_dead_folder_with_the_reason_and
 async def test_an_id_past_the_horizon_and_a_message_past_grpcs_limit_are_dead_too(tmp_path: Path) -> None:
     pauses = Pauses()
     async with memory_ingest() as ingest:
-        publisher = make(ingest, tmp_path, pauses)
+        publisher = await make(ingest, tmp_path, pauses)
         old, huge = good(random.Random(0), ingest.limits), good(random.Random(1), ingest.limits)
         old.id = uuid7(unix_ms=1_700_000_000_000)
         huge.task_payload_json = '{"x": "' + "x" * (3 * 2**20) + '"}'
@@ -120,52 +112,138 @@ async def test_an_id_past_the_horizon_and_a_message_past_grpcs_limit_are_dead_to
     assert pauses.lengths == []
 
 
-async def test_without_a_spool_a_silent_ingest_loses_the_trajectory_to_its_lease(tmp_path: Path) -> None:
-    pauses = Pauses()
-    config = load_run_config(None, [f"ingest.target=127.0.0.1:{free_port()}"], env={})
-    async with open_channel(config) as channel:
-        publisher = Publisher(
-            make_stub(channel),
-            dead=TrajectoryFolder(tmp_path / "dead"),
-            spool=None,
-            attempts=4,
-            call_timeout_s=5.0,
-            sleep=pauses.sleep,
-        )
-        assert await publisher.publish(request(good(random.Random(0)))) is PublishResult.LOST
-    assert len(pauses.lengths) == 3, "four attempts have three pauses between them"
-    assert sorted(pauses.lengths) == pauses.lengths, "they grow"
-
-
-async def test_a_spooled_trajectory_is_published_with_its_routes_when_the_store_is_back(tmp_path: Path) -> None:
+async def test_what_ingest_does_not_take_waits_in_the_spool_with_its_routes_also_for_the_next_process(
+    tmp_path: Path,
+) -> None:
     board = MemoryBoard()
     streams = FailingStreams(board)
     streams.error = StreamUnavailableError("gone")
+    pauses = Pauses()
     async with memory_ingest("trainer.routing_replay=true", streams=streams, board=board) as ingest:
         message = good(random.Random(0), ingest.limits)
         routes = routed_experts(random.Random(0), message, ROUTING)
-        publisher = make(ingest, tmp_path, Pauses(), spool=True)
+        spool = await open_spool(tmp_path)
+        publisher = Publisher(ingest.stub, spool=spool, attempts=4, call_timeout_s=5.0, sleep=pauses.sleep)
         assert await publisher.publish(request(message, routes)) is PublishResult.SPOOLED
-        await publisher.drain_spool()
-        spool = TrajectoryFolder(tmp_path / "spool")
+        assert len(pauses.lengths) == 3, "four attempts have three pauses between them"
+        await publisher.replay()
         assert spool.ids() == [message.id], "still refused, still here"
+        spool.close()
         streams.error = None
-        await make(ingest, tmp_path, Pauses(), spool=True).drain_spool()
-        assert spool.ids() == []
+        await (await make(ingest, tmp_path, Pauses())).replay()
+        assert TrajectoryFolder(tmp_path / "spool").ids() == []
         assert (await streams.depth(StreamName.TRAJECTORIES)).length == 1
         assert await streams.routed_experts(message.id) == routes
 
 
+async def test_a_trajectory_is_on_disk_before_it_is_offered_and_gone_after_the_answer(tmp_path: Path) -> None:
+    folder = TrajectoryFolder(tmp_path / "spool")
+    seen: list[str] = []
+
+    class Watching(MemoryStreams):
+        async def memory_fraction(self) -> float:
+            seen.extend(folder.ids())
+            return 0.0
+
+    board = MemoryBoard()
+    async with memory_ingest(streams=Watching(board), board=board) as ingest:
+        message = good(random.Random(0), ingest.limits)
+        await (await make(ingest, tmp_path, Pauses())).publish(request(message))
+    assert set(seen) == {message.id}
+    assert folder.ids() == []
+
+
+async def test_a_replay_leaves_alone_what_an_episode_is_publishing(tmp_path: Path) -> None:
+    """Its answer would be a duplicate, and its file would go while the other still counts on it."""
+    board = MemoryBoard()
+    streams = FailingStreams(board)
+    streams.error = StreamUnavailableError("gone")
+    pausing, go_on = asyncio.Event(), asyncio.Event()
+
+    async def pause(_: float) -> None:
+        pausing.set()
+        await go_on.wait()
+
+    async with memory_ingest(streams=streams, board=board) as ingest:
+        spool = await open_spool(tmp_path)
+        publisher = Publisher(ingest.stub, spool=spool, attempts=2, call_timeout_s=5.0, sleep=pause)
+        message = good(random.Random(0), ingest.limits)
+        offer = asyncio.create_task(publisher.publish(request(message)))
+        await asyncio.wait_for(pausing.wait(), 10)
+        streams.error = None
+        await publisher.replay()
+        assert spool.ids() == [message.id]
+        go_on.set()
+        assert await offer is PublishResult.ACCEPTED
+
+
+async def test_a_full_disk_loses_nothing_and_an_absent_ingest_is_waited_for_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = MemoryBoard()
+    streams = FailingStreams(board)
+    streams.error = StreamUnavailableError("gone")
+
+    def recover(pause: int) -> None:
+        if pause == 11:
+            streams.error = None
+
+    pauses = Pauses(recover)
+    async with memory_ingest(streams=streams, board=board) as ingest:
+        publisher = await make(ingest, tmp_path, pauses, attempts=4)
+        full_disk(monkeypatch)
+        message = good(random.Random(0), ingest.limits)
+        assert await publisher.publish(request(message)) is PublishResult.ACCEPTED
+    assert len(pauses.lengths) == 11, "three rounds of four attempts, all of them with pauses between"
+
+
+async def test_a_disk_that_is_well_again_takes_what_was_offered_from_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = MemoryBoard()
+    streams = FailingStreams(board)
+    streams.error = StreamUnavailableError("gone")
+
+    def recover(pause: int) -> None:
+        if pause == 3:
+            monkeypatch.undo()
+
+    async with memory_ingest(streams=streams, board=board) as ingest:
+        publisher = await make(ingest, tmp_path, Pauses(recover), attempts=4)
+        full_disk(monkeypatch)
+        message = good(random.Random(0), ingest.limits)
+        assert await publisher.publish(request(message)) is PublishResult.SPOOLED
+    assert TrajectoryFolder(tmp_path / "spool").ids() == [message.id]
+
+
+async def test_what_ingest_refuses_stays_in_the_spool_while_the_dead_folder_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "dead").touch()
+    async with memory_ingest() as ingest:
+        message, _ = bad("positive_logprob", random.Random(0), ingest.limits)
+        spool = await open_spool(tmp_path)
+        publisher = Publisher(ingest.stub, spool=spool, attempts=4, call_timeout_s=5.0)
+        assert await publisher.publish(request(message)) is PublishResult.DEAD
+        assert spool.ids() == [message.id]
+        (tmp_path / "dead").unlink()
+        await publisher.replay()
+        assert spool.ids() == []
+    assert TrajectoryFolder(tmp_path / "dead").ids() == [message.id]
+
+
 async def test_a_wrong_token_stops_the_worker_instead_of_burying_its_work(tmp_path: Path) -> None:
     async with memory_ingest("auth.token=right") as ingest:
-        publisher = make(ingest, tmp_path, Pauses(), spool=True)
+        publisher = await make(ingest, tmp_path, Pauses())
+        message = good(random.Random(0), ingest.limits)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await publisher.publish(request(good(random.Random(0), ingest.limits)))
+            await publisher.publish(request(message))
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert not (tmp_path / "dead").exists()
+    assert TrajectoryFolder(tmp_path / "spool").ids() == [message.id]
 
 
-async def test_what_is_being_offered_when_the_worker_stops_waits_in_the_spool(tmp_path: Path) -> None:
+async def test_an_offer_from_memory_that_the_worker_breaks_off_is_written_if_the_disk_takes_it_by_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     board = MemoryBoard()
     streams = FailingStreams(board)
     streams.error = StreamUnavailableError("gone")
@@ -176,15 +254,15 @@ async def test_what_is_being_offered_when_the_worker_stops_waits_in_the_spool(tm
         await asyncio.Event().wait()
 
     async with memory_ingest(streams=streams, board=board) as ingest:
-        publisher = make(ingest, tmp_path, Pauses(), spool=True)
-        publisher._sleep = pause
+        spool = await open_spool(tmp_path)
+        publisher = Publisher(ingest.stub, spool=spool, attempts=4, call_timeout_s=5.0, sleep=pause)
+        full_disk(monkeypatch)
         message = good(random.Random(0), ingest.limits)
         offer = asyncio.create_task(publisher.publish(request(message)))
         await asyncio.wait_for(offered.wait(), 10)
+        assert spool.ids() == []
+        monkeypatch.undo()
         offer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await offer
-        streams.error = None
-        await make(ingest, tmp_path, Pauses(), spool=True).drain_spool()
-        assert (await streams.depth(StreamName.TRAJECTORIES)).length == 1
-    assert TrajectoryFolder(tmp_path / "spool").ids() == []
+    assert TrajectoryFolder(tmp_path / "spool").ids() == [message.id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -10,15 +11,17 @@ from pathlib import Path
 import pytest
 
 from sao.board.base import EngineState, TrainerFacts, TrainerState
+from sao.board.memory import MemoryBoard
 from sao.invariants import violations
-from sao.streams.base import StreamName
+from sao.streams.base import StreamFullError, StreamName
 from sao.streams.memory import MemoryStreams
 from sao.trajectory import Trajectory
 from sao.v1 import trajectory_pb2 as pb
+from sao.v1.ingest_pb2 import PublishRequest
 from services.rollout.engines.base import EngineUnavailableError
-from tests.support.ingest import Ingest, memory_ingest
-from tests.support.rollout_worker import OBSERVATION, memory_engines, working, write_engine
-from tests.support.trajectories import VERSIONS
+from tests.support.ingest import FailingStreams, Ingest, memory_ingest
+from tests.support.rollout_worker import OBSERVATION, memory_engines, open_spool, working, write_engine
+from tests.support.trajectories import VERSIONS, good
 from tests.support.waiting import eventually
 
 BIG = "rollout.concurrency=64"
@@ -195,3 +198,45 @@ async def test_an_episode_whose_lease_is_lost_is_cancelled_and_its_ordinal_given
         engines["engine-0"].resume()
         (first, *_) = await published(ingest, 1)
     assert (first.message.ordinal, first.message.attempt) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("spool_bytes", "why"), [(1, "spool is full"), (2**20, "what an earlier process left in the spool")]
+)
+async def test_no_lease_is_taken_while_the_spool_is_full_or_not_yet_offered(
+    ingest: Ingest, tmp_path: Path, spool_bytes: int, why: str
+) -> None:
+    before = await open_spool(tmp_path)
+    waiting = good(random.Random(0), ingest.limits, ordinal=0)
+    assert await before.put(PublishRequest(trajectory=waiting))
+    before.close()
+    engines = memory_engines()
+    async with working(ingest, engines, tmp_path, spool_bytes=spool_bytes) as running:
+        await eventually(lambda: why in running.health.alive()[1], what="the worker to say why")
+        assert engines["engine-0"].prompts == []
+        await running.publisher.replay()
+        found = await published(ingest, 4)
+    ids = {trajectory.message.ordinal: trajectory.id for trajectory in found}
+    assert ids[0] == waiting.id, "not superseded by another episode of its prompt"
+
+
+async def test_what_is_finished_and_not_published_when_the_worker_stops_is_published_by_the_next(
+    tmp_path: Path,
+) -> None:
+    board = MemoryBoard()
+    streams = FailingStreams(board)
+    async with memory_ingest(BIG, streams=streams, board=board) as ingest:
+        await write_engine(board, "engine-0")
+        engines = memory_engines()
+        engines["engine-0"].pause()
+        async with working(ingest, engines, tmp_path, concurrency=3, attempts=1000) as running:
+            await eventually(lambda: len(engines["engine-0"].running) == 3, what="turns in flight")
+            streams.error = StreamFullError("full")
+            engines["engine-0"].resume()
+            await eventually(lambda: len(running.spool.ids()) == 3, what="three finished episodes")
+        streams.error = None
+        async with working(ingest, {}, tmp_path) as running:
+            assert len(running.spool.ids()) == 3
+            await running.publisher.replay()
+            assert running.spool.ids() == []
+        assert (await streams.depth(StreamName.TRAJECTORIES)).length == 3

@@ -11,7 +11,7 @@ from sao.board.base import Board, VersionRecord
 from sao.board.memory import MemoryBoard
 from sao.config import RunConfig, load_run_config
 from sao.invariants import Limits
-from sao.streams.base import TrajectoryStreams
+from sao.streams.base import StreamFullError, StreamUnavailableError, TrajectoryStreams
 from sao.streams.memory import MemoryStreams
 from services.rollout.ingest.app import limits_for, make_server, make_servicer
 from services.rollout.ingest.leases.base import LeaseLedger
@@ -39,6 +39,17 @@ class Ingest:
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return call_metadata(self.config)
+
+
+class FailingStreams(MemoryStreams):
+    """A store that raises what a test puts here, on each call that ingest makes before an append."""
+
+    error: StreamUnavailableError | StreamFullError | None = None
+
+    async def memory_fraction(self) -> float:
+        if self.error is not None:
+            raise self.error
+        return await super().memory_fraction()
 
 
 async def announce(board: Board, *versions: str) -> None:

@@ -23,6 +23,7 @@ from services.rollout.episode import EpisodeLimits, EpisodeRunner
 from services.rollout.folder import TrajectoryFolder
 from services.rollout.publisher import Publisher
 from services.rollout.rotation import Rotation
+from services.rollout.spool import Spool
 from services.rollout.worker import Worker
 from tests.support.ingest import VOCAB, Ingest
 from tests.support.trajectories import VERSIONS
@@ -117,12 +118,21 @@ def make_runner(
     )
 
 
+async def open_spool(folder: Path, *, max_bytes: int = 2**20) -> Spool:
+    """The spool and the dead folder of a worker that writes below `folder`."""
+    spool = Spool(folder / "spool", dead=TrajectoryFolder(folder / "dead"), max_bytes=max_bytes)
+    await spool.open()
+    return spool
+
+
 @dataclass(frozen=True)
 class Running:
     task: asyncio.Task[None]
     stop: asyncio.Event
     rotation: Rotation
     health: Health
+    publisher: Publisher
+    spool: Spool
 
 
 @contextlib.asynccontextmanager
@@ -134,14 +144,15 @@ async def working(
     concurrency: int = 4,
     renew_every_s: float = 1.0,
     limits: EpisodeLimits = LIMITS,
+    spool_bytes: int = 2**20,
+    attempts: int = 3,
 ) -> AsyncIterator[Running]:
     """A worker at work until the block ends."""
     stop = asyncio.Event()
     health = Health(stalled_after_s=60)
     rotation = Rotation(ingest.board, engines, refresh_s=0.005)
-    publisher = Publisher(
-        ingest.stub, dead=TrajectoryFolder(folder / "dead"), spool=None, attempts=3, call_timeout_s=5.0
-    )
+    spool = await open_spool(folder, max_bytes=spool_bytes)
+    publisher = Publisher(ingest.stub, spool=spool, attempts=attempts, call_timeout_s=5.0)
     worker = Worker(
         "worker-0",
         stub=ingest.stub,
@@ -156,8 +167,9 @@ async def working(
     view = asyncio.create_task(rotation.run())
     task = asyncio.create_task(worker.run(stop))
     try:
-        yield Running(task, stop, rotation, health)
+        yield Running(task, stop, rotation, health, publisher, spool)
     finally:
         stop.set()
         await task
         view.cancel()
+        spool.close()

@@ -38,23 +38,23 @@ class Stores:
         return trajectory_id
 
 
-def memory_stores(*, samples: int = 1) -> Stores:
+def memory_stores(*, samples: int = 1, dead_bytes: int = 2**20) -> Stores:
     """The in-memory twins, wired to each other."""
     board = MemoryBoard()
-    streams = MemoryStreams(board, samples=samples)
+    streams = MemoryStreams(board, samples=samples, dead_bytes=dead_bytes)
     return Stores(streams, board, MemoryLeaseLedger(streams))
 
 
 @contextlib.asynccontextmanager
 async def redis_stores(
-    url: str, *, run: str | None = None, samples: int = 1, timeout_s: float = 5.0
+    url: str, *, run: str | None = None, samples: int = 1, timeout_s: float = 5.0, dead_bytes: int = 2**20
 ) -> AsyncIterator[Stores]:
     """The real ones, for a run of that name (a fresh one by default)."""
     keys = RunKeys(run or f"test-{uuid.uuid4().hex[:12]}")
     section = RedisSection(url=url, timeout_s=timeout_s)
     client, once = connect_redis(section), connect_redis(section, retries=0)
     yield Stores(
-        RedisStreams(client, once, keys, samples=samples),
+        RedisStreams(client, once, keys, samples=samples, dead_bytes=dead_bytes),
         RedisBoard(client, keys),
         RedisLeaseLedger(once, keys, samples=samples),
     )
@@ -63,10 +63,10 @@ async def redis_stores(
 
 
 @contextlib.asynccontextmanager
-async def open_stores(valkey_url: str | None, *, samples: int = 1) -> AsyncIterator[Stores]:
+async def open_stores(valkey_url: str | None, *, samples: int = 1, dead_bytes: int = 2**20) -> AsyncIterator[Stores]:
     """In memory without a URL, else in that Valkey."""
     if valkey_url is None:
-        yield memory_stores(samples=samples)
+        yield memory_stores(samples=samples, dead_bytes=dead_bytes)
     else:
-        async with redis_stores(valkey_url, samples=samples) as stores:
+        async with redis_stores(valkey_url, samples=samples, dead_bytes=dead_bytes) as stores:
             yield stores

@@ -84,11 +84,12 @@ def test_the_payload_bound_holds_for_a_real_message(max_tokens: int) -> None:
     assert longest(config).ByteSize() <= payload_bytes(config)
 
 
-def test_redis_holds_admitted_and_unacknowledged_work() -> None:
+def test_redis_holds_admitted_and_unacknowledged_and_dead_work() -> None:
     config = configured("checkpoint.every_updates=2", preset="tiny")
-    assert redis_bytes(config) == (20 + 2 * 4) * payload_bytes(config)
+    dead = config.redis.dead_letters_mb * MIB
+    assert redis_bytes(config) == dead + (20 + 2 * 4) * payload_bytes(config)
     bounded = configured("checkpoint.every_updates=1000000", "checkpoint.unacked_mb_max=1", preset="tiny")
-    assert redis_bytes(bounded) == MIB + (20 + 4) * payload_bytes(bounded)
+    assert redis_bytes(bounded) == dead + MIB + (20 + 4) * payload_bytes(bounded)
 
 
 def test_zero_shards_the_optimiser_then_gradients_then_weights() -> None:
