@@ -87,7 +87,7 @@ async def test_only_the_holder_of_a_live_lease_renews_it(stores: Stores) -> None
     first, second, third = await lease(stores, 3)
     await stores.append(1)
     assert await stores.ledger.renew("other", [first.lease_id], now_ms=T0, ttl_ms=TTL) == []
-    asked = [third.lease_id, "nonsense", second.lease_id, "99-1", "-1-1", first.lease_id]
+    asked = [third.lease_id, "nonsense", second.lease_id, "99-1", "-1-1", "9" * 5000 + "-1", first.lease_id]
     renewed = await stores.ledger.renew("w", asked, now_ms=T0 + 1, ttl_ms=TTL)
     assert ordinals(renewed) == [2, 0]
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import re
+import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,10 +20,12 @@ from sao.streams.memory import MemoryStreams
 from sao.trajectory import Trajectory
 from sao.v1 import ingest_pb2 as pb
 from sao.v1 import trajectory_pb2
-from services.rollout.ingest_client import retry_after_s
+from services.rollout.ingest_client import open_channel, retry_after_s
 from tests.support.ingest import Ingest, announce, memory_ingest
 from tests.support.trajectories import ROUTING, bad, good, routed_experts
 from tests.support.waiting import eventually
+
+SERVICE = "/sao.v1.TrajectoryIngestService"
 
 
 class SilentStreams(MemoryStreams):
@@ -189,6 +193,17 @@ async def test_an_id_older_than_the_horizon_is_a_failed_precondition(ingest: Ing
     assert "expected at most 24 h" in (error.details() or "")
 
 
+async def test_an_id_from_the_future_would_outlive_what_was_seen_and_is_a_failed_precondition(ingest: Ingest) -> None:
+    now_ms = time.time_ns() // 1_000_000
+    message = good(random.Random(0), ingest.limits)
+    message.id = uuid7(unix_ms=now_ms + 2 * 3_600_000)
+    error = await refusal(ingest, message)
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "set the worker's clock" in (error.details() or "")
+    message.id = uuid7(unix_ms=now_ms + 3_500_000)
+    assert await publish(ingest, message) == pb.PUBLISH_STATUS_ACCEPTED
+
+
 async def test_a_store_above_its_mark_is_back_pressure_with_a_hint_for_publish_and_for_leases() -> None:
     board = MemoryBoard()
     streams = MemoryStreams(board, capacity_bytes=600)
@@ -272,10 +287,68 @@ async def test_a_finished_run_gives_no_leases(ingest: Ingest) -> None:
     assert (list(response.leases), response.admission) == ([], pb.ADMISSION_STATE_FINISHED)
 
 
-@pytest.mark.parametrize("request_", [pb.LeasePromptsRequest(max_leases=1), pb.LeasePromptsRequest(worker_id="w")])
-async def test_a_lease_request_without_a_name_or_a_number_is_invalid(
-    ingest: Ingest, request_: pb.LeasePromptsRequest
+@pytest.mark.parametrize(
+    "request_",
+    [
+        pb.LeasePromptsRequest(max_leases=1),
+        pb.LeasePromptsRequest(worker_id="w"),
+        pb.LeasePromptsRequest(worker_id="w", max_leases=1025),
+        pb.LeasePromptsRequest(worker_id="w" * 257, max_leases=1),
+        pb.RenewLeasesRequest(lease_ids=["0-1"]),
+        pb.RenewLeasesRequest(worker_id="w" * 257, lease_ids=["0-1"]),
+        pb.RenewLeasesRequest(worker_id="w", lease_ids=["0-1"] * 65_537),
+    ],
+    ids=lambda request: f"{type(request).__name__}-{request.ByteSize()}",
+)
+async def test_a_request_about_leases_without_a_proper_name_or_number_is_invalid(
+    ingest: Ingest, request_: pb.LeasePromptsRequest | pb.RenewLeasesRequest
 ) -> None:
+    about: Any = ingest.stub.LeasePrompts if isinstance(request_, pb.LeasePromptsRequest) else ingest.stub.RenewLeases
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await ingest.stub.LeasePrompts(request_, timeout=10)
+        await about(request_, timeout=10)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+UNDECODABLE = {
+    "corrupt": b"\xff\xff\xff",
+    "cut": b"\x0a\xff\x01\x00",
+    "not UTF-8": pb.PublishRequest(trajectory=trajectory_pb2.Trajectory(id="x")).SerializeToString()[:-1] + b"\xff",
+}
+
+
+@pytest.mark.parametrize("method", ["Publish", "LeasePrompts", "RenewLeases"])
+@pytest.mark.parametrize("data", UNDECODABLE.values(), ids=UNDECODABLE)
+async def test_bytes_that_are_no_request_are_an_invalid_argument(ingest: Ingest, method: str, data: bytes) -> None:
+    async with open_channel(ingest.config) as channel:
+        call = channel.unary_unary(f"{SERVICE}/{method}", lambda data: data, lambda data: data)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(data, timeout=10)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"{len(data)} bytes are no request of this method" in (refused.value.details() or "")
+
+
+@pytest.mark.parametrize("data", UNDECODABLE.values(), ids=UNDECODABLE)
+async def test_an_item_that_is_no_request_fails_alone_in_its_stream(ingest: Ingest, data: bytes) -> None:
+    rng = random.Random(0)
+    whole = [pb.PublishStreamRequest(trajectory=good(rng, ingest.limits, ordinal=n)) for n in (0, 1)]
+    items = [whole[0].SerializeToString(), data, whole[1].SerializeToString()]
+    async with open_channel(ingest.config) as channel:
+        decode = pb.PublishStreamResponse.FromString
+        call = channel.stream_stream(f"{SERVICE}/PublishStream", lambda data: data, decode)
+        responses = [response async for response in call(iter(items), timeout=10)]
+    assert [response.id for response in responses] == [whole[0].trajectory.id, "", whole[1].trajectory.id]
+    assert [response.WhichOneof("result") for response in responses] == ["status", "error", "status"]
+    assert responses[1].error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+
+
+async def test_a_refusal_reaches_the_client_whatever_it_quotes(ingest: Ingest) -> None:
+    message = good(random.Random(0), ingest.limits)
+    message.id = message.run = "\U0001f4a5" * 64
+    message.task_payload_json = "\U0001f4a5" * 64
+    for number, segment in enumerate(message.segments):
+        for span in segment.versions:
+            span.version = "\U0001f4a5" * 60 + str(number)
+        segment.logprobs.append(1.0)
+    error = await refusal(ingest, message)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "id: id is '\\U0001f4a5" in (error.details() or "")

@@ -24,6 +24,7 @@ from services.rollout.checkpoint import first_checkpoint, vocabulary_size
 from services.rollout.ingest import leases, metrics
 from services.rollout.ingest.admission import Admission
 from services.rollout.ingest.auth import BearerAuth
+from services.rollout.ingest.decoding import RefusesUndecodable
 from services.rollout.ingest.known import KnownVersions
 from services.rollout.ingest.leases.base import LeaseLedger
 from services.rollout.ingest.server import IngestServicer
@@ -98,7 +99,7 @@ def make_server(config: RunConfig, servicer: IngestServicer) -> tuple[grpc.aio.S
     # Twice the limit, so that a trajectory somewhat too large is told so by its invariant, not by gRPC.
     limit = 2 * config.ingest.max_message_mb * _MIB
     server = grpc.aio.server(
-        interceptors=[BearerAuth(token.get_secret_value())] if token else [],
+        interceptors=[*([BearerAuth(token.get_secret_value())] if token else []), RefusesUndecodable()],
         options=[("grpc.max_receive_message_length", limit), ("grpc.so_reuseport", 0)],
         maximum_concurrent_rpcs=_MOST_CALLS,
     )

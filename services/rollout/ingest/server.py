@@ -3,7 +3,7 @@
 | status | because |
 |---|---|
 | INVALID_ARGUMENT | an invariant is violated; the text names every one |
-| FAILED_PRECONDITION | the id is older than the horizon within which duplicates can be recognised |
+| FAILED_PRECONDITION | the id is too old, or too far ahead, for duplicates of it to be recognised |
 | RESOURCE_EXHAUSTED | back-pressure; `retry-after-ms` says when to come again |
 | UNAVAILABLE | the store does not answer, or no weight version is known yet; `retry-after-ms` as well |
 """
@@ -32,6 +32,7 @@ from sao.v1 import ingest_pb2 as pb
 from sao.v1 import ingest_pb2_grpc, trajectory_pb2
 from services.rollout.ingest import metrics
 from services.rollout.ingest.admission import Admission, show
+from services.rollout.ingest.decoding import Undecodable
 from services.rollout.ingest.known import KnownVersions
 from services.rollout.ingest.leases.base import Lease, LeaseLedger
 
@@ -45,6 +46,12 @@ _BUSY_RETRY_MS = 500
 _FULL_RETRY_MS = 50
 _FINISHED_RETRY_MS = 1000
 _MAX_LEASES = 1024
+_MAX_RENEWALS = 65_536
+"""All that a worker holds, in one call; Redis takes a million arguments."""
+_MAX_WORKER_ID = 256
+_MAX_DETAIL = 4000
+_CLOCK_SKEW_H = 1.0
+"""How far a worker's clock may be ahead. Less than the two hours by which what was seen outlives the horizon."""
 _STATUS = {
     AppendStatus.ACCEPTED: pb.PUBLISH_STATUS_ACCEPTED,
     AppendStatus.DUPLICATE: pb.PUBLISH_STATUS_DUPLICATE,
@@ -60,7 +67,8 @@ class RefusedError(Exception):
         self.label = label
         """For the metrics."""
         self.retry_after_ms = retry_after_ms
-        super().__init__(text)
+        # It travels in a header: gRPC writes three bytes for each that is not ASCII, and refuses to read 8 KiB.
+        super().__init__(text.encode("ascii", "backslashreplace").decode()[:_MAX_DETAIL])
 
 
 class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
@@ -96,17 +104,17 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
         return pb.PublishResponse(id=request.trajectory.id, status=status)
 
     async def PublishStream(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.PublishStreamRequest], _context: Context
+        self, request_iterator: AsyncIterator[pb.PublishStreamRequest | Undecodable], _context: Context
     ) -> AsyncIterator[pb.PublishStreamResponse]:
         async for request in request_iterator:
+            if isinstance(request, Undecodable):
+                yield _failed("", RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "invalid", request.reason))
+                continue
             trajectory_id = request.trajectory.id
             try:
                 yield pb.PublishStreamResponse(id=trajectory_id, status=await self._publish(request))
             except RefusedError as refusal:
-                error = pb.PublishError(
-                    code=refusal.code.value[0], message=str(refusal), retry_after_ms=refusal.retry_after_ms
-                )
-                yield pb.PublishStreamResponse(id=trajectory_id, error=error)
+                yield _failed(trajectory_id, refusal)
 
     async def LeasePrompts(self, request: pb.LeasePromptsRequest, context: Context) -> pb.LeasePromptsResponse:  # noqa: N802
         try:
@@ -119,11 +127,14 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:  # noqa: N802
         ttl_ms = round(self._config.ingest.lease_ttl_s * 1000)
         try:
+            _check_worker(request.worker_id, "lease_ids", len(request.lease_ids), (0, _MAX_RENEWALS))
             renewed = await self._ledger.renew(
                 request.worker_id, request.lease_ids, now_ms=self._clock_ms(), ttl_ms=ttl_ms
             )
         except (StreamUnavailableError, StreamFullError) as error:
             await _abort(context, _store_refusal(error))
+        except RefusedError as refusal:
+            await _abort(context, refusal)
         metrics.LEASES.labels("renewed").inc(len(renewed))
         metrics.LEASES.labels("lost").inc(len(request.lease_ids) - len(renewed))
         return pb.RenewLeasesResponse(renewed=map(_message, renewed))
@@ -135,7 +146,7 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
                 status = await self._accept(trajectory, request.routed_experts)
         except RefusedError as refusal:
             metrics.TRAJECTORIES.labels(refusal.label).inc()
-            log.warning("trajectory refused", trajectory=trajectory.id, why=refusal.label, text=str(refusal))
+            log.warning("trajectory refused", trajectory=trajectory.id[:64], why=refusal.label, text=str(refusal))
             raise
         metrics.TRAJECTORIES.labels(status.value).inc()
         if status is AppendStatus.ACCEPTED:
@@ -176,19 +187,22 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
             for violation in found:
                 metrics.VIOLATIONS.labels(violation.code.value).inc()
             text = f"trajectory {trajectory.id[:64]!r} violates " + "; ".join(map(str, found))
-            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "invalid", text[:4000])
+            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "invalid", text)
         horizon_h = self._config.ingest.seen_horizon_h
         age_h = (self._clock_ms() - uuid7_unix_ms(trajectory.id)) / 3_600_000
         if age_h > horizon_h:
             text = f"trajectory {trajectory.id} is {age_h:.1f} h old, expected at most {horizon_h} h (seen_horizon_h)"
             raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, "expired", text)
+        if age_h < -_CLOCK_SKEW_H:
+            text = (
+                f"trajectory {trajectory.id} is made {-age_h:.1f} h from now, expected at most {_CLOCK_SKEW_H:g} h: "
+                "set the worker's clock"
+            )
+            raise RefusedError(grpc.StatusCode.FAILED_PRECONDITION, "not_yet_made", text)
 
     async def _lease(self, request: pb.LeasePromptsRequest) -> pb.LeasePromptsResponse:
         self._serving()
-        if not request.worker_id or not 1 <= request.max_leases <= _MAX_LEASES:
-            found = f"worker_id {request.worker_id[:64]!r}, max_leases {request.max_leases}"
-            text = f"{found}; expected a name and 1 to {_MAX_LEASES}"
-            raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "invalid", text)
+        _check_worker(request.worker_id, "max_leases", request.max_leases, (1, _MAX_LEASES))
         ingest = self._config.ingest
         now_ms = self._clock_ms()
         try:
@@ -226,6 +240,14 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
         return self._limits
 
 
+def _check_worker(worker_id: str, what: str, count: int, bounds: tuple[int, int]) -> None:
+    least, most = bounds
+    if not 1 <= len(worker_id) <= _MAX_WORKER_ID or not least <= count <= most:
+        found = f"worker_id {worker_id[:64]!r} of {len(worker_id)} characters, {what} {count}"
+        text = f"{found}; expected a name of 1 to {_MAX_WORKER_ID} characters, and {least} to {most}"
+        raise RefusedError(grpc.StatusCode.INVALID_ARGUMENT, "invalid", text)
+
+
 def _store_refusal(error: StreamUnavailableError | StreamFullError) -> RefusedError:
     if isinstance(error, StreamFullError):
         metrics.STORE_ERRORS.labels("full").inc()
@@ -233,6 +255,12 @@ def _store_refusal(error: StreamUnavailableError | StreamFullError) -> RefusedEr
     metrics.STORE_ERRORS.labels("unavailable").inc()
     text = f"stream store does not answer: {error}"
     return RefusedError(grpc.StatusCode.UNAVAILABLE, "unavailable", text, _BUSY_RETRY_MS)
+
+
+def _failed(trajectory_id: str, refusal: RefusedError) -> pb.PublishStreamResponse:
+    code, text = refusal.code.value[0], str(refusal)
+    error = pb.PublishError(code=code, message=text, retry_after_ms=refusal.retry_after_ms)
+    return pb.PublishStreamResponse(id=trajectory_id, error=error)
 
 
 async def _abort(context: Context, refusal: RefusedError) -> NoReturn:

@@ -13,6 +13,7 @@ within the time to live.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,12 +70,13 @@ def lease_id(slot: int, attempt: int) -> str:
     return f"{slot}-{attempt}"
 
 
+_LEASE_ID = re.compile(r"([0-9]{1,19})-([0-9]{1,19})")
+
+
 def parse_lease_id(text: str) -> tuple[int, int] | None:
     """(slot, attempt), or None for an id that this ledger never made."""
-    slot, _, attempt = text.partition("-")
-    if slot.isascii() and slot.isdecimal() and attempt.isascii() and attempt.isdecimal():
-        return int(slot), int(attempt)
-    return None
+    match = _LEASE_ID.fullmatch(text)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def check_deadline(now_ms: int, deadline_ms: int) -> None:
