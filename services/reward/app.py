@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
-import uvicorn
 from fastapi import Depends, FastAPI, Request, Response
 from pydantic import SecretStr
 
@@ -18,6 +16,7 @@ import sao.board
 import sao.streams
 from sao.board.base import Board
 from sao.config import ConfigError, RunConfig
+from sao.rest import Server
 from sao.tasks import TaskLoadError, load_task
 from sao.tasks.base import OffersPreferences, Task
 from sao.tasks.tiny_tokenizer import VocabularyError, tokenizer_of_run
@@ -89,14 +88,6 @@ def _telemetry(health: Health) -> Callable[[Request], Awaitable[Response]]:
     return show
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: sao.process has them."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def main(config: RunConfig, stop: asyncio.Event) -> None:
     """Serve and score until `stop`; when one of the two ends by itself, so does the process."""
     try:
@@ -110,9 +101,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     try:
         await ensure_preference(board, config.preference, task)
         app = create_app(task, board, health, config.auth.token)
-        server = _Server(
-            uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=2)
-        )
+        server = Server(app, grace_s=2)
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.create_server((settings.bind, settings.port), family=family) as listener:
             log.info("reward service listens", bind=settings.bind, port=listener.getsockname()[1], task=task.name)
@@ -123,7 +112,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         await board.close()
 
 
-async def _both(server: uvicorn.Server, listener: socket.socket, consumer: Consumer, stop: asyncio.Event) -> None:
+async def _both(server: Server, listener: socket.socket, consumer: Consumer, stop: asyncio.Event) -> None:
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     consuming = asyncio.ensure_future(consumer.run(stop))
     stopped = asyncio.ensure_future(stop.wait())

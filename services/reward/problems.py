@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from sao.streams.base import StreamError
 
@@ -36,7 +37,7 @@ def install(app: FastAPI) -> None:
     async def on_problem(request: Request, error: Exception) -> JSONResponse:
         return _response(request, error if isinstance(error, ProblemError) else _translated(error))
 
-    for kind in (ProblemError, HTTPException, RequestValidationError, StreamError):
+    for kind in (ProblemError, HTTPException, RequestValidationError, StreamError, ClientDisconnect):
         app.add_exception_handler(kind, on_problem)
 
 
@@ -47,6 +48,8 @@ def _translated(error: Exception) -> ProblemError:
     if isinstance(error, RequestValidationError):
         found = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
         return ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, found)
+    if isinstance(error, ClientDisconnect):
+        return ProblemError(HTTPStatus.BAD_REQUEST, "the client hung up in the middle of its request")
     detail = f"the store does not answer ({error}); nothing was changed for certain, read before you repeat"
     return ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, detail, headers={"Retry-After": "1"})
 

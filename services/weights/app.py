@@ -6,17 +6,16 @@ import asyncio
 import hmac
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated
 
-import uvicorn
 from fastapi import Depends, FastAPI, Header, HTTPException, status
 from pydantic import BaseModel, SecretStr
 
 import sao.board
 from sao.board.base import Board, EngineFacts, EngineState
 from sao.config.schema import RunConfig
+from sao.rest import Server
 from sao.streams.base import StreamUnavailableError
 from sao.telemetry.asgi import telemetry_asgi
 from sao.telemetry.health import Health
@@ -144,14 +143,6 @@ def build_keepers(
     return fleet, keepers
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: sao.process has them."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _patiently(call: Callable[[], Awaitable[None]], stop: asyncio.Event) -> None:
     """Repeat a call that the board does not answer, at most for `_BOARD_WAIT_S`."""
     deadline = time.monotonic() + _BOARD_WAIT_S
@@ -173,15 +164,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     store = FileSystemVersionStore(config.versions_dir, config.checkpoint.free_space_mb << 20)
     health = Health(stalled_after_s=_STALL_ROUNDS * config.weights.step_timeout_s)
     fleet, keepers = build_keepers(config, engines, board, store, health)
-    server = _Server(
-        uvicorn.Config(
-            build_app(fleet, keepers, health, config.auth.token),
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=1,
-        )
-    )
+    server = Server(build_app(fleet, keepers, health, config.auth.token), grace_s=1)
     family = socket.AF_INET6 if ":" in config.weights.bind else socket.AF_INET
     try:
         with socket.create_server((config.weights.bind, config.weights.port), family=family) as listener:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, MutableMapping
 from typing import Any
 
 import httpx
@@ -218,3 +218,23 @@ async def test_two_services_that_start_together_agree_on_the_first_preference() 
             return await super().put_preference(document, if_version=if_version)
 
     assert (await ensure_preference(Late(), CUTE, TASK)).document == CLASSICAL
+
+
+async def test_a_client_that_hangs_up_within_its_document_changes_nothing_and_raises_nothing(
+    board: MemoryBoard,
+) -> None:
+    app = create_app(TASK, board, Health(60.0), None)
+    messages: Iterator[MutableMapping[str, Any]] = iter(
+        [{"type": "http.request", "body": b'{"name": ', "more_body": True}, {"type": "http.disconnect"}]
+    )
+    answers: list[MutableMapping[str, Any]] = []
+
+    async def receive() -> MutableMapping[str, Any]:
+        return next(messages)
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        answers.append(message)
+
+    await app({"type": "http", "method": "PUT", "path": URL, "headers": [], "query_string": b""}, receive, send)
+    assert answers[0]["status"] == 400  # nobody reads it
+    assert await board.preference() is None

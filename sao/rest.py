@@ -1,0 +1,50 @@
+"""The HTTP server of services with a REST interface: uvicorn without what a service must not have from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+
+class Server(uvicorn.Server):
+    """Serves an ASGI application until `should_exit`; leaves signals to sao.process, and WebSockets alone."""
+
+    def __init__(self, app: Any, *, grace_s: int) -> None:  # noqa: ANN401 - an ASGI application, as uvicorn takes it
+        """`grace_s`: what requests in flight get at the end, in seconds."""
+        config = uvicorn.Config(
+            app,
+            http=_Protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=grace_s,
+        )
+        super().__init__(config)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Protocol(H11Protocol):
+    """HTTP/1.1 in which a client that breaks the framing of its request gets one answer.
+
+    uvicorn's own sends its 400 beside the one that the application is about to give; whichever comes second raises.
+    """
+
+    def send_400_response(self, msg: str) -> None:
+        request = self.cycle
+        if request is None or request.response_complete:
+            super().send_400_response(msg)
+            return
+        request.disconnected = True
+        request.message_event.set()
+        if request.response_started:
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
