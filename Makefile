@@ -2,7 +2,7 @@
 # make run     setup, then the whole system learns on this machine
 # make test    setup, then every test
 # make check   style, types, wire contract
-# make prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability   the README's claims (minutes a seed)
+# make prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability | prove-fuzz | prove-soak   the README's claims (minutes a seed)
 PYTHON ?= python3.11
 PRESET ?= tiny
 ARGS ?=
@@ -10,7 +10,7 @@ BIN := .venv/bin
 CODE := sao services tests engine/sglang_cpuref tools bench
 export OMP_NUM_THREADS := 1
 
-PROOFS := prove-learning prove-streaming prove-preference prove-engines prove-stability
+PROOFS := prove-learning prove-streaming prove-preference prove-engines prove-stability prove-fuzz prove-soak
 
 .PHONY: $(PROOFS) help setup run test check format proto locks clean
 
