@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from sao.config import ConfigError, RunConfig, load_run_config
-from sao.telemetry import logs
+from sao.telemetry import logs, metrics
 
 Main = Callable[[RunConfig, asyncio.Event], Awaitable[None]]
 """A service: runs until its work is over or the event is set, then puts everything in order and returns."""
@@ -62,6 +62,7 @@ async def _until_stopped(main: Main, config: RunConfig) -> None:
         stop.set()
 
     loop = asyncio.get_running_loop()
+    metrics.TASKS.set_function(lambda: len(asyncio.all_tasks(loop)))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
     log.info("started")

@@ -9,6 +9,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 MODULES = {
+    "process": "sao.telemetry.metrics",
     "ingest": "services.rollout.ingest.metrics",
     "rollout": "services.rollout.metrics",
     "reward": "services.reward.metrics",
@@ -19,6 +20,9 @@ HEAD = """# Metrics
 
 Every process serves `/metrics`, `/healthz` (200 while it makes progress or has nothing to do, 503 when it is stalled)
 and `/readyz`. Where each one listens is in the run folder's `run.toml`, and `sao status` prints it.
+
+Under *Process* is what each of them says of itself; `process_resident_memory_bytes`, `process_open_fds` and the other
+metrics of prometheus_client are there as well.
 
 This page is made from the code: `python -m tools.metrics_docs`; a test compares the two, and the end-to-end test finds
 every row in a running system.

@@ -84,6 +84,24 @@ def test_a_second_signal_does_not_wait_for_the_orderly_stop(start: Start) -> Non
     assert events(stderr)[-1] == "stopped in the middle of work"
 
 
+def test_the_tasks_of_the_loop_are_counted_while_they_last(start: Start) -> None:
+    process = start(
+        """
+        from prometheus_client import REGISTRY
+        count = lambda: int(REGISTRY.get_sample_value("sao_process_tasks"))
+        before = count()
+        tasks = [asyncio.create_task(stop.wait()) for _ in range(3)]
+        during = count()
+        stop.set()
+        await asyncio.wait(tasks)
+        print(during - before, count() - before, await asyncio.to_thread(count) - before, flush=True)
+        """
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "3 0 0\n"
+    assert finished(process)[0] == 0
+
+
 def test_work_that_is_over_ends_with_0(start: Start) -> None:
     code, stderr = finished(start("assert config.run.name == 'proc'"))
     assert code == 0
