@@ -1,7 +1,8 @@
 """Prove the claims of the README by running the real system: `python -m bench.prove NAME`, `--help` lists them.
 
-Each seed is one run of `sao up` with every real process, or of those that the claim is about. The result file names the
-commit and the machine, keeps every seed, and is written after each run, so an interrupted proof goes on where it stopped.
+Each seed is one run of `sao up` with every real process, or of those that the claim is about. The result file names
+the commit and the machine, keeps every seed, and is written after each run, so an interrupted proof goes on where it
+stopped.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def fault(data: bytes, limits: Limits) -> str:
 def whole(rng: random.Random, limits: Limits) -> pb.PublishRequest:
     """A request that ingest takes."""
     trajectory = good(rng, limits)
-    trajectory.id = new_id(rng)
+    trajectory.id, trajectory.task_payload_json = new_id(rng), '{"truth": "+0004"}'
     record = routed_experts(rng, trajectory, limits.routing) if limits.routing is not None else b""
     return pb.PublishRequest(trajectory=trajectory, routed_experts=record)
 

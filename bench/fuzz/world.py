@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,16 @@ import httpx
 import psutil
 from redis import asyncio as aioredis
 
-import sao.board
 from sao.config import RunConfig, dump_run_config, load_run_config
-from sao.config.dump import secret_environment
 from sao.invariants import Limits
 from sao.redis_client import RunKeys
 from sao.streams.base import StreamName
-from sao.weights.filesystem import FileSystemVersionStore
 from services.rollout.ingest.app import limits_for
-from tests.support.ingest import VOCAB, announce
-from tests.support.processes import free_port, server
-from tests.support.trajectories import ROUTING, VERSIONS
+from tests.support.ingest import VOCAB
+from tests.support.processes import free_port
+from tests.support.services import first_version, service
+from tests.support.trajectories import ROUTING
 from tests.support.valkey import valkey
-from tests.support.versions import publish_checkpoint, write_toy_checkpoint
 from tests.support.waiting import eventually
 
 TOKEN = "right"
@@ -124,16 +120,12 @@ async def services(folder: Path, *, replay: bool) -> AsyncIterator[World]:
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(valkey(folder, "--maxmemory", "512mb", "--maxmemory-policy", "noeviction"))
         config = _config(folder, url, replay=replay)
-        await _first_version(config, folder)
+        await first_version(config, folder)
         path = folder / "run.toml"
         path.write_text(dump_run_config(config))
         processes = {}
         for name, module in SERVICES.items():
-            command = [sys.executable, "-m", module, "--config", str(path)]
-            ready = _ready(http_ports(config)[name])
-            started = server(
-                command, log=folder / f"{name}.log", ready=ready, timeout_s=60, env=secret_environment(config)
-            )
+            started = service(module, http_ports(config)[name], config, path, folder / f"{name}.log")
             processes[name] = psutil.Process(stack.enter_context(started).pid)
         redis = aioredis.Redis.from_url(url)
         try:
@@ -163,26 +155,3 @@ def _config(folder: Path, url: str, *, replay: bool) -> RunConfig:
         'engine.urls=["http://127.0.0.1:9"]',
     ]
     return load_run_config(None, sets, env={})
-
-
-async def _first_version(config: RunConfig, folder: Path) -> None:
-    checkpoint = write_toy_checkpoint(folder / "checkpoint", 0)
-    model = {"num_hidden_layers": ROUTING.layers, "num_experts": ROUTING.experts}
-    model |= {"num_experts_per_tok": ROUTING.per_token, "vocab_size": VOCAB}
-    (checkpoint / "config.json").write_text(json.dumps(model))
-    store = FileSystemVersionStore(config.versions_dir, min_free_bytes=0)
-    publish_checkpoint(store, checkpoint, lambda _, ids: [0.0] * (len(ids) - 1))
-    board = sao.board.connect(config)
-    await board.new_trainer_epoch()
-    await announce(board, *VERSIONS)
-    await board.close()
-
-
-def _ready(port: int) -> Callable[[], bool]:
-    def ask() -> bool:
-        try:
-            return httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=2).status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
-
-    return ask
