@@ -61,6 +61,7 @@ async def serve(config: RunConfig, stop: asyncio.Event) -> None:
     """Train until the run's last update or until `stop`."""
     if config.trainer.device != "cuda":
         torch.set_num_threads(1)
+    torch.manual_seed(config.run.seed + own_rank())
     if own_rank() > 0:
         _follow(config)
         return
