@@ -152,8 +152,9 @@ def _judged(world: World, call: Call, answers: Sequence[Answer], counts: Counter
     for data, answer in zip(call.items, answers, strict=True):
         _note(world, data, answer)
         fault = "size" if len(data) > 2 * world.limits.max_bytes else messages.fault(data, world.limits)
-        counts[f"grpc {'malformed' if fault else 'taken'}"] += 1
-        counts[f"grpc fault {fault}"] += bool(fault)
+        counts["grpc malformed" if fault else "grpc taken"] += 1
+        if fault:
+            counts[f"grpc fault {fault}"] += 1
         if not _fits(fault, answer):
             problems.append(f"fault {fault!r} got {answer}")
     return problems
