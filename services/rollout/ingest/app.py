@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 
 import grpc.aio
@@ -25,6 +26,7 @@ from services.rollout.ingest import leases, metrics
 from services.rollout.ingest.admission import Admission
 from services.rollout.ingest.auth import BearerAuth
 from services.rollout.ingest.decoding import RefusesUndecodable
+from services.rollout.ingest.hangups import LOGGER, HangUps
 from services.rollout.ingest.known import KnownVersions
 from services.rollout.ingest.leases.base import LeaseLedger
 from services.rollout.ingest.server import IngestServicer
@@ -40,6 +42,7 @@ _STALLED_AFTER_S = 60.0
 
 async def main(config: RunConfig, stop: asyncio.Event) -> None:
     """Serve until `stop`."""
+    logging.getLogger(LOGGER).addFilter(HangUps())
     health = Health(stalled_after_s=_STALLED_AFTER_S)
     telemetry = TelemetryServer(health, config.ingest.bind, config.ingest.metrics_port)
     telemetry.start()
