@@ -166,6 +166,7 @@ class Consumer:
         self._defer_consumed = defer_consumed
         self._reward_range = reward_range
         self._unreleased: list[str] = []
+        self._dropping: set[str] = set()
         self.dropped: Counter[str] = Counter() if dropped is None else dropped
         """Trajectories that did not train, by reason, since the run began."""
 
@@ -374,6 +375,12 @@ class Consumer:
         return Refused(trajectory.id, RESCORE)
 
     async def _drop(self, trajectory: Trajectory, delivery: Delivery | None, reason: str) -> Refused:
+        if trajectory.id not in self._dropping:  # an outage in the middle of it delivers it again
+            self._dropping.add(trajectory.id)
+            self.dropped[reason] += 1
+            metrics.count_dropped(trajectory, reason)
+        # Named before it goes: once it is settled, nothing else tells what became of it.
+        log.info("dropped", trajectory=trajectory.id, reason=reason, action_tokens=trajectory.action_count)
         await self._streams.mark_consumed([trajectory.id])
         if delivery is not None:
             await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
@@ -381,9 +388,7 @@ class Consumer:
             self._forgone.add(trajectory.id)
         self._in_hand.pop(trajectory.id, None)
         self._archived.pop(trajectory.id, None)
-        self.dropped[reason] += 1
-        metrics.count_dropped(trajectory, reason)
-        log.info("dropped", trajectory=trajectory.id, reason=reason, action_tokens=trajectory.action_count)
+        self._dropping.discard(trajectory.id)
         return Refused(trajectory.id, reason)
 
     async def _bury(self, delivery: Delivery, reason: str, detail: str) -> Refused:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from structlog.testing import capture_logs
 
 from sao.board.base import VersionRecord
 from sao.invariants import Limits
@@ -261,6 +262,30 @@ async def test_a_rewind_after_an_outage_neither_trains_twice_nor_loses_the_right
     assert await consumer.settle(ids) == 2
     assert await world.settled(ids) == ids
     assert CONSUMER == "trainer"
+
+
+async def test_a_drop_is_named_before_it_goes_and_counted_once_over_an_outage(new_world: NewWorld) -> None:
+    world = new_world("trainer.max_lag=2")
+    consumer = await consumer_of(world)
+    message = random_trajectory(world.rng, "unit", version="v00000001")
+    await world.deliver(message)
+    settle = world.streams.settle
+
+    async def unavailable(deliveries: Sequence[Delivery], consumer: str, *, epoch: int) -> int:
+        raise StreamUnavailableError
+
+    world.streams.settle = unavailable  # type: ignore[method-assign]
+    with capture_logs() as logs, pytest.raises(StreamUnavailableError):
+        await take(consumer)
+    assert [(line["trajectory"], line["reason"]) for line in logs if line["event"] == "dropped"] == [
+        (message.id, "stale")
+    ]
+    world.streams.settle = settle  # type: ignore[method-assign]
+    await consumer.open()
+
+    assert await take(consumer) == Refused(message.id, "stale")
+    assert consumer.dropped == {"stale": 1}
+    assert await world.settled([message.id]) == [message.id]
 
 
 def lose_the_group(streams: TrajectoryStreams) -> None:
