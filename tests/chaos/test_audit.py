@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_every_acknowledged_trajectory_gets_one_fate() -> None:
         ("trained", ["a", "b"], "dead_though_trained", ["b"]),
     ],
 )
-def test_what_is_wrong_is_named(field: str, changed: object, finding: str, ids: list[str]) -> None:
+def test_what_is_wrong_is_named(field: str, changed: Any, finding: str, ids: list[str]) -> None:
     verdict = audit(replace(SOUND, **{field: changed}))
 
     assert getattr(verdict, finding) == ids
