@@ -158,7 +158,7 @@ def damage_payload(system: System, random: Random) -> str:
             trajectory_id = random.choice(sorted(found)).decode()
             key = system.keys.payload(trajectory_id)
             payload = client.get(key) or b""
-            client.set(key, payload[: len(payload) // 2])
+            client.set(key, payload[: len(payload) // 2], xx=True)
             return f"payload of {trajectory_id} cut from {len(payload)} bytes to half"
     finally:
         system.fleet.signal("trainer", signal.SIGCONT)

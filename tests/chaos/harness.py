@@ -78,10 +78,11 @@ class Outcome:
 class Harness:
     """One run under chaos, from its start or from where it stopped to its audit."""
 
-    def __init__(self, folder: Path, seed: int, say: Say) -> None:
+    def __init__(self, folder: Path, seed: int, say: Say, *, pause_s: float = PAUSE_S) -> None:
         self.folder = folder
         self._seed = seed
         self._say = say
+        self._pause_s = pause_s
         self._ended: list[str] = []
         (folder / "rounds").mkdir(parents=True, exist_ok=True)
 
@@ -156,7 +157,7 @@ class Harness:
         )
         self._write(made)
         if in_time:
-            system.fleet.keep(PAUSE_S)
+            system.fleet.keep(self._pause_s)
         return made
 
     def _drain(self, system: System) -> bool:
