@@ -37,6 +37,8 @@ class Evidence:
     """Reasons by id, also of trajectories that trained after all (a crash may forget a drop, never its log line)."""
     waiting: AbstractSet[str]
     """Ids on a stream at the end."""
+    counted: Mapping[str, int]
+    """What the trainer itself has counted as dropped or buried, by reason."""
     consumed: int
     """Trajectories that the final checkpoint itself claims to have trained on."""
 
@@ -48,6 +50,10 @@ class Verdict:
     acknowledged: int
     fates: Mapping[str, int]
     dropped_by_reason: Mapping[str, int]
+    dead_by_reason: Mapping[str, int]
+    uncounted: Mapping[str, int]
+    """Drops that are named in the log and missing in the trainer's own count: it was killed before it wrote that."""
+    superseded: int
     lost: Sequence[str]
     twice: Sequence[str]
     trained_though_superseded: Sequence[str]
@@ -76,11 +82,14 @@ def audit(evidence: Evidence) -> Verdict:
         trajectory_id: next((fate for fate, ids in shown.items() if trajectory_id in ids), "lost")
         for trajectory_id in sorted(evidence.acknowledged)
     }
-    dropped = [trajectory_id for trajectory_id, fate in fate_of.items() if fate == "dropped"]
+    dropped = Counter(evidence.dropped[trajectory_id] for trajectory_id, fate in fate_of.items() if fate == "dropped")
     return Verdict(
         acknowledged=len(fate_of),
         fates=dict(Counter(fate_of.values())),
-        dropped_by_reason=dict(Counter(evidence.dropped[trajectory_id] for trajectory_id in dropped)),
+        dropped_by_reason=dict(dropped),
+        dead_by_reason=dict(Counter(reason.partition(":")[0] for reason in evidence.dead.values())),
+        uncounted=dict(dropped - Counter(evidence.counted)),
+        superseded=len(evidence.superseded),
         lost=[trajectory_id for trajectory_id, fate in fate_of.items() if fate == "lost"],
         twice=sorted(trajectory_id for trajectory_id, count in times.items() if count > 1),
         trained_though_superseded=sorted(times.keys() & evidence.superseded),

@@ -41,6 +41,7 @@ def gather(folder: Path, run: str, client: redis.Redis) -> Evidence:
         dead={fields["_id"]: fields["reason"] for fields in entries(client, keys.dead)},
         dropped=dropped,
         waiting={fields["_id"] for name in StreamName for fields in entries(client, keys.stream(name))},
+        counted=progress.dropped,
         consumed=progress.consumed,
     )
 

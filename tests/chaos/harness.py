@@ -19,6 +19,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import redis
+
 from sao.streams.base import StreamName
 from tests.chaos.audit import Verdict, audit, falls
 from tests.chaos.evidence import events, gather, rewards
@@ -167,7 +169,10 @@ class Harness:
         with system.valkey() as client:
 
             def drained() -> bool:
-                return bool(client.xlen(trajectories) == 0 and client.xlen(scored) <= remainder)
+                try:
+                    return bool(client.xlen(trajectories) == 0 and client.xlen(scored) <= remainder)
+                except redis.RedisError:  # the last fault may still be healing
+                    return False
 
             ended = system.fleet.retire("worker")
             only_a_remainder = system.fleet.wait(drained, DRAIN_S)

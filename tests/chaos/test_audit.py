@@ -16,6 +16,7 @@ SOUND = Evidence(
     dead={"b": "payload_damaged: not a sao.v1.Trajectory"},
     dropped={"c": "stale", "a": "stale"},
     waiting={"d"},
+    counted={"stale": 1, "payload_damaged": 1},
     consumed=2,
 )
 """One of each fate. `a` was dropped by a trainer that died before it could settle that, and trained later;
@@ -29,6 +30,8 @@ def test_every_acknowledged_trajectory_gets_one_fate() -> None:
     assert verdict.acknowledged == 4
     assert verdict.fates == {"trained": 1, "dead": 1, "dropped": 1, "waiting": 1}
     assert verdict.dropped_by_reason == {"stale": 1}
+    assert verdict.dead_by_reason == {"payload_damaged": 1}
+    assert verdict.uncounted == {}
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,12 @@ def test_a_checkpoint_that_claims_more_than_its_steps_trained_is_found() -> None
 
     assert verdict.miscounted == -1
     assert not verdict.passed
+
+
+def test_a_drop_that_the_trainer_forgot_to_count_is_shown() -> None:
+    verdict = audit(replace(SOUND, counted={"payload_damaged": 1}))
+
+    assert verdict.uncounted == {"stale": 1}
 
 
 def test_a_run_that_acknowledged_nothing_proves_nothing() -> None:
