@@ -2,7 +2,7 @@
 # make run     setup, then the whole system learns on this machine
 # make test    setup, then every test
 # make check   style, types, wire contract
-# make chaos ROUNDS=100   kill, stop, cut off and corrupt what runs, then account for every trajectory (half an hour; goes on where it stopped)
+# make chaos ROUNDS=100   kill, stop, cut off and damage what runs, then account for every trajectory (docs/chaos.md)
 # make prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability   the README's claims (minutes a seed)
 PYTHON ?= python3.11
 PRESET ?= tiny
