@@ -288,6 +288,22 @@ async def test_a_drop_is_named_before_it_goes_and_counted_once_over_an_outage(ne
     assert await world.settled([message.id]) == [message.id]
 
 
+@pytest.mark.parametrize("spoilt", [False, True])
+async def test_what_an_undone_step_trained_on_is_not_offered_again_once_it_was_let_go(
+    new_world: NewWorld, *, spoilt: bool
+) -> None:
+    world = new_world("trainer.max_lag=2")
+    await consumer_of(world)
+    message = random_trajectory(world.rng, "unit", version="v00000001")
+    await world.deliver(message, payload=b"\xff" if spoilt else None)
+    limits = Limits("unit", 32, 512, 2**20, 1e-5)
+    consumer = Consumer(world.streams, world.board, world.config.trainer, limits, epoch=2, undone={message.id, "other"})
+    await consumer.open()
+
+    assert await take(consumer) == Refused(message.id, "payload_damaged" if spoilt else "stale")
+    assert consumer.forgone == [message.id]
+
+
 def lose_the_group(streams: TrajectoryStreams) -> None:
     """As after a fail-over that lost the consumer group: what is on the stream is delivered anew."""
     assert isinstance(streams, MemoryStreams)
