@@ -40,7 +40,7 @@ SETTINGS = (
     "reward.component_timeout_s=5.0",
     "weights.step_timeout_s=5.0",
     # ... and checkpoints often enough for a fault to fall between two, but far enough apart for work to be undone.
-    "checkpoint.every_updates=20",
+    "checkpoint.every_updates=10",
     "checkpoint.starved_after_s=3.0",
     "checkpoint.keep_last=4",
     "checkpoint.keep_every=0",
