@@ -48,7 +48,7 @@ class Round:
     injected_s: float
     """Unix seconds."""
     recovery_s: float | None
-    """From the healing on; none: not within DEADLINE_S."""
+    """From the healing on; none: not within the deadline."""
     waiting_for: list[str]
     """Who was not ready, or did not train, when the time was over."""
     update_before: int
@@ -80,11 +80,14 @@ class Outcome:
 class Harness:
     """One run under chaos, from its start or from where it stopped to its audit."""
 
-    def __init__(self, folder: Path, seed: int, say: Say, *, pause_s: float = PAUSE_S) -> None:
+    def __init__(
+        self, folder: Path, seed: int, say: Say, *, pause_s: float = PAUSE_S, deadline_s: float = DEADLINE_S
+    ) -> None:
         self.folder = folder
         self._seed = seed
         self._say = say
         self._pause_s = pause_s
+        self._deadline_s = deadline_s
         self._ended: list[str] = []
         (folder / "rounds").mkdir(parents=True, exist_ok=True)
 
@@ -143,7 +146,7 @@ class Harness:
                 ready_s.append(time.time())
             return system.trained_since(max(healed_s, ready_s[0]))
 
-        in_time = system.fleet.wait(recovered, DEADLINE_S)
+        in_time = system.fleet.wait(recovered, self._deadline_s)
         took_s = time.monotonic() - healed
         made = Round(
             number=number,
