@@ -2,17 +2,19 @@
 # make run     setup, then the whole system learns on this machine
 # make test    setup, then every test
 # make check   style, types, wire contract
+# make chaos ROUNDS=100   kill, stop, cut off and damage what runs, then account for every trajectory (docs/chaos.md)
 # make prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability | prove-fuzz | prove-soak   the README's claims (minutes a seed)
 PYTHON ?= python3.11
 PRESET ?= tiny
 ARGS ?=
+ROUNDS ?= 100
 BIN := .venv/bin
 CODE := sao services tests engine/sglang_cpuref tools bench
 export OMP_NUM_THREADS := 1
 
 PROOFS := prove-learning prove-streaming prove-preference prove-engines prove-stability prove-fuzz prove-soak
 
-.PHONY: $(PROOFS) help setup run test check format proto locks clean
+.PHONY: $(PROOFS) help setup run test chaos check format proto locks clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -29,6 +31,9 @@ test: setup
 
 $(PROOFS): setup
 	$(BIN)/python -m bench.prove $(@:prove-%=%) $(ARGS)
+
+chaos: setup
+	@$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -46,7 +46,7 @@ from services.trainer.outage import ride_out
 from services.trainer.publisher import Publisher, new_epoch
 from services.trainer.ranks import Ranks, follow
 from services.trainer.records import drops_so_far
-from services.trainer.recovery import lost_work
+from services.trainer.recovery import lost_work, undone_ids
 from services.trainer.warm_start_key import initial_model_path
 
 log = get_logger(__name__)
@@ -104,6 +104,7 @@ async def _train(
         epoch=epoch,
         restored=progress.unsettled_ids,
         forgone=progress.forgone_ids,
+        undone=undone_ids(archive, progress),
         dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
         defer_consumed=config.algorithm.synchronous,
         reward_range=reward_range(config),

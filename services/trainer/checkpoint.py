@@ -69,7 +69,7 @@ class Progress(BaseModel):
     """The steps that made this state, oldest first; the same update may have been made in other epochs too, which a
     fall-back has abandoned. Empty before the first step, and where an earlier release began the run."""
     forgone_ids: list[str] = []
-    """Ids that came back from the archive after a fall-back and were dropped: not to be offered again."""
+    """Ids in archived steps without effect that were dropped or buried since: not to be offered again."""
     algorithm: str = ""
     """That made this state; empty: an earlier release, which had only sao."""
     baseline: dict[str, list[float]] = {}

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -145,6 +145,7 @@ class Consumer:
         epoch: int,
         restored: Iterable[str] = (),
         forgone: Iterable[str] = (),
+        undone: Collection[str] = (),
         dropped: Counter[str] | None = None,
         defer_consumed: bool = False,
         reward_range: tuple[float, float] = (-math.inf, math.inf),
@@ -163,9 +164,11 @@ class Consumer:
         self._versions: dict[str, VersionRecord] = {}
         self._pinned: Preference | None = None
         self._forgone = set(forgone)
+        self._undone = undone
         self._defer_consumed = defer_consumed
         self._reward_range = reward_range
         self._unreleased: list[str] = []
+        self._dropping: set[str] = set()
         self.dropped: Counter[str] = Counter() if dropped is None else dropped
         """Trajectories that did not train, by reason, since the run began."""
 
@@ -189,7 +192,7 @@ class Consumer:
 
     @property
     def forgone(self) -> list[str]:
-        """Ids from the archive that were dropped."""
+        """Ids in archived steps without effect that were dropped or buried: not to be offered again."""
         return sorted(self._forgone)
 
     async def settle(self, trajectory_ids: Iterable[str]) -> int:
@@ -374,22 +377,28 @@ class Consumer:
         return Refused(trajectory.id, RESCORE)
 
     async def _drop(self, trajectory: Trajectory, delivery: Delivery | None, reason: str) -> Refused:
+        if trajectory.id not in self._dropping:  # an outage in the middle of it delivers it again
+            self._dropping.add(trajectory.id)
+            self.dropped[reason] += 1
+            metrics.count_dropped(trajectory, reason)
+        # Named before it goes: once it is settled, nothing else tells what became of it.
+        log.info("dropped", trajectory=trajectory.id, reason=reason, action_tokens=trajectory.action_count)
         await self._streams.mark_consumed([trajectory.id])
         if delivery is not None:
             await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
-        else:
+        if delivery is None or trajectory.id in self._undone:
             self._forgone.add(trajectory.id)
         self._in_hand.pop(trajectory.id, None)
         self._archived.pop(trajectory.id, None)
-        self.dropped[reason] += 1
-        metrics.count_dropped(trajectory, reason)
-        log.info("dropped", trajectory=trajectory.id, reason=reason, action_tokens=trajectory.action_count)
+        self._dropping.discard(trajectory.id)
         return Refused(trajectory.id, reason)
 
     async def _bury(self, delivery: Delivery, reason: str, detail: str) -> Refused:
         self.dropped[reason] += 1
         metrics.BURIED.labels(reason).inc()
         await self._streams.bury(delivery, CONSUMER, f"{reason}: {detail}")
+        if delivery.trajectory_id in self._undone:
+            self._forgone.add(delivery.trajectory_id)
         log.error("buried", trajectory=delivery.trajectory_id, reason=reason, detail=detail)
         return Refused(delivery.trajectory_id, reason)
 

@@ -93,7 +93,7 @@ class Publisher:
         )
         self.store.commit(manifest, directory)
         record = VersionRecord(name=name, update=update, parent=parent, epoch=self.epoch)
-        await self.board.announce_version(record)
+        await ride_out(lambda: self.board.announce_version(record))
         removed = self.store.collect(self.keep_versions)
         log.info("version published", version=name, update=update, parent=parent, collected=removed)
         return record

@@ -71,6 +71,12 @@ async def lost_work(archive: Archive, progress: Progress, streams: TrajectoryStr
     return list(found.values())
 
 
+def undone_ids(archive: Archive, progress: Progress) -> set[str]:
+    """Trajectories of the steps that `progress` lacks: once their entries are gone, every restart offers them again."""
+    _, lacking = _sorted_out(archive, progress)
+    return {trained.trajectory.id for step in lacking for trained in archive.load(step.name).trajectories}
+
+
 def recent_values(
     archive: Archive, progress: Progress, trajectories: int, *, ranks: int = 1
 ) -> list[tuple[Sequence[float], float]]:

@@ -37,7 +37,7 @@ from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.publisher import Publisher, new_epoch
 from services.trainer.ranks import Ranks
 from services.trainer.records import drops_so_far
-from services.trainer.recovery import lost_work
+from services.trainer.recovery import lost_work, undone_ids
 
 ROOT = "v00000001"
 """The first version a fresh trainer publishes."""
@@ -172,6 +172,7 @@ class Trainer:
             epoch=epoch,
             restored=progress.unsettled_ids,
             forgone=progress.forgone_ids,
+            undone=undone_ids(archive, progress),
             dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
             defer_consumed=config.algorithm.synchronous,
             reward_range=reward_range(config),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from structlog.testing import capture_logs
 
 from sao.board.base import VersionRecord
 from sao.invariants import Limits
@@ -261,6 +262,46 @@ async def test_a_rewind_after_an_outage_neither_trains_twice_nor_loses_the_right
     assert await consumer.settle(ids) == 2
     assert await world.settled(ids) == ids
     assert CONSUMER == "trainer"
+
+
+async def test_a_drop_is_named_before_it_goes_and_counted_once_over_an_outage(new_world: NewWorld) -> None:
+    world = new_world("trainer.max_lag=2")
+    consumer = await consumer_of(world)
+    message = random_trajectory(world.rng, "unit", version="v00000001")
+    await world.deliver(message)
+    settle = world.streams.settle
+
+    async def unavailable(deliveries: Sequence[Delivery], consumer: str, *, epoch: int) -> int:
+        raise StreamUnavailableError
+
+    world.streams.settle = unavailable  # type: ignore[method-assign]
+    with capture_logs() as logs, pytest.raises(StreamUnavailableError):
+        await take(consumer)
+    assert [(line["trajectory"], line["reason"]) for line in logs if line["event"] == "dropped"] == [
+        (message.id, "stale")
+    ]
+    world.streams.settle = settle  # type: ignore[method-assign]
+    await consumer.open()
+
+    assert await take(consumer) == Refused(message.id, "stale")
+    assert consumer.dropped == {"stale": 1}
+    assert await world.settled([message.id]) == [message.id]
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+async def test_what_an_undone_step_trained_on_is_not_offered_again_once_it_was_let_go(
+    new_world: NewWorld, *, spoilt: bool
+) -> None:
+    world = new_world("trainer.max_lag=2")
+    await consumer_of(world)
+    message = random_trajectory(world.rng, "unit", version="v00000001")
+    await world.deliver(message, payload=b"\xff" if spoilt else None)
+    limits = Limits("unit", 32, 512, 2**20, 1e-5)
+    consumer = Consumer(world.streams, world.board, world.config.trainer, limits, epoch=2, undone={message.id, "other"})
+    await consumer.open()
+
+    assert await take(consumer) == Refused(message.id, "payload_damaged" if spoilt else "stale")
+    assert consumer.forgone == [message.id]
 
 
 def lose_the_group(streams: TrajectoryStreams) -> None:

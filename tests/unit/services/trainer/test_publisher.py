@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sao.board.base import VersionRecord
 from sao.board.memory import MemoryBoard
+from sao.streams.base import StreamUnavailableError
 from sao.tasks.calculator import Calculator
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer import publisher as module
@@ -113,6 +115,26 @@ async def test_the_manifest_describes_every_tensor_and_file(
     assert (manifest.update, manifest.trainer_epoch, manifest.dtype) == (3, epoch, "float32")
     assert [sequence.token_ids for sequence in manifest.canary] == canary
     assert (await board.versions())[record.name] == record
+
+
+async def test_an_announcement_waits_for_a_board_that_is_away(
+    tiny_checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    board, store = MemoryBoard(), FileSystemVersionStore(tmp_path, 0)
+    publisher = Publisher(store, board, "unit", await board.new_trainer_epoch(), tiny_checkpoints[0], [[1, 2]], 4)
+    state = AutoModelForCausalLM.from_pretrained(tiny_checkpoints[0]).state_dict()
+    announce, failures = board.announce_version, [StreamUnavailableError("away"), StreamUnavailableError("still away")]
+
+    async def announce_later(record: VersionRecord) -> None:
+        if failures:
+            raise failures.pop()
+        await announce(record)
+
+    board.announce_version = announce_later  # type: ignore[method-assign]
+    record = await publisher.publish(state, lambda _: [[-1.0]], update=7, parent=None)
+
+    assert not failures
+    assert await board.versions() == {record.name: record}
 
 
 async def test_non_finite_weights_are_not_published(tiny_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:

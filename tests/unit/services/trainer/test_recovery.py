@@ -18,7 +18,7 @@ from sao.streams.memory import MemoryStreams
 from sao.v1 import archive_pb2, trajectory_pb2
 from services.trainer.checkpoint import Progress
 from services.trainer.loop import fresh_progress
-from services.trainer.recovery import effective_steps, lost_work, recent_values
+from services.trainer.recovery import effective_steps, lost_work, recent_values, undone_ids
 
 WARM_UP = 2
 SCORED = Scored(components={"right": 1.0}, value=1.0, scored_under=1, scoring_started_s=1.0)
@@ -99,6 +99,7 @@ class Run:
             self.held, self.chain = list(held), list(chain)
         self.update, self.critic_only = self.begun.update, self.begun.critic_only
 
+        assert undone_ids(self.archive, self.begun) >= self.ever - set(self.held)
         again = [lost.trajectory.id for lost in await lost_work(self.archive, self.begun, self.streams)]
 
         assert len(again) == len(set(again))
