@@ -54,7 +54,7 @@ class Link:
 
     async def listen(self) -> None:
         """Start, on a free port."""
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def switch(self, mode: Mode) -> None:
@@ -76,11 +76,13 @@ class Link:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
 
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve it in a task of our own: asyncio of 3.11 calls one of its own that `close` cancels an error."""
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is not None:
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
         writers = [writer]
         try:
             if self.mode is not Mode.RESET:
