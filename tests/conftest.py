@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups at its own turn of this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All that starts real processes in one worker, one after the other; unit tests beside it in the other."""
     for item in items:
