@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from sao.config import RunConfig, load_run_config
 from tests.support.processes import free_port, server
@@ -29,12 +31,16 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups at its own turn of this hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class RealBesideUnit(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """All that starts real processes in one worker, one after the other; unit tests beside it in the other."""
-    for item in items:
-        if "unit" not in item.path.relative_to(ROOT).parts:
-            item.add_marker(pytest.mark.xdist_group("real"))
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.partition("::")[0] if nodeid.startswith("tests/unit/") else "real"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> RealBesideUnit:
+    """Engines, ports and timings are not shared by tests that run at the same time."""
+    return RealBesideUnit(config, log)
 
 
 @pytest.fixture(scope="session")
