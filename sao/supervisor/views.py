@@ -78,6 +78,8 @@ class PlainLines:
             self._print("  ".join(f"{name} {value}" for name, value in summary(status.progress)))
             for notice in notices(status.progress):
                 self._print(notice)
+        for line in status.storage:
+            self._print(line)
         self._next = now + PLAIN_EVERY_S
 
     def close(self) -> None:
@@ -130,7 +132,7 @@ class LiveView:
             ]
         low = self._console.height < ROOM_BESIDE_PROCESSES + len(status.lines)
         parts.append(_figures(status))
-        parts += [Text(notice, style="yellow") for notice in notices(status.progress)]
+        parts += [Text(notice, style="yellow") for notice in (*notices(status.progress), *status.storage)]
         parts.append(_processes_in_short(status) if low else _processes(status))
         if self._events and not low:
             parts.append(Text("\n".join(self._events), style="dim", no_wrap=True, overflow="ellipsis"))

@@ -175,6 +175,21 @@ def test_the_live_view_shows_curve_figures_processes_events_and_the_command(stat
         assert part in text
 
 
+def test_lines_about_the_store_are_shown_by_both_views(
+    status: Status, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = "STORE FULL, 100% of its memory"
+    for progress in (status.progress, Progress(tmp_path / "none")):
+        full = Status(1.0, status.lines, progress, None, None, [line])
+        console = Console(force_terminal=True, width=120, height=50, record=True)
+        view = LiveView(console)
+        view.show(full, "curl")
+        view.close()
+        PlainLines().show(full, "curl")
+        assert line in console.export_text()
+        assert line in capsys.readouterr().out
+
+
 def test_the_command_is_seen_on_a_small_terminal_too(status: Status) -> None:
     """Of a view higher than the terminal, the end is cut off while it is live."""
     console = Console(force_terminal=True, width=80, height=24)
