@@ -9,12 +9,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sao.config import RunConfig, load_run_config
+from sao.config import load_run_config
 from sao.report import Report, write_report
 from sao.supervisor.board_view import BoardView
 from sao.supervisor.folder import RunFolder
 from sao.supervisor.progress import Progress
 from sao.supervisor.status import notices, summary
+from sao.supervisor.storage import storage_notices
 
 
 def print_status(root: Path) -> bool:
@@ -35,7 +36,11 @@ def print_status(root: Path) -> bool:
     for notice in notices(progress):
         console.print(f"  {notice}", highlight=False)
     if pid is not None:
-        console.print(_processes(folder, config))
+        board = BoardView(config)
+        for line in storage_notices(config, root, board):
+            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+        console.print(_processes(folder, board))
+        board.close()
     return pid is not None
 
 
@@ -45,10 +50,8 @@ def _ended(folder: RunFolder) -> str:
     return f"not running, {last.detail}" if last is not None and last.event == "stopped" else "not running"
 
 
-def _processes(folder: RunFolder, config: RunConfig) -> Table:
-    board = BoardView(config)
+def _processes(folder: RunFolder, board: BoardView) -> Table:
     engines = board.engines()
-    board.close()
     table = Table("process", "pid", "state", "listens on", "starts", "", box=None)
     for one in folder.processes():
         alive = one.pid is not None and Path("/proc", str(one.pid)).exists()

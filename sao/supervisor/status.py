@@ -35,6 +35,8 @@ class Status:
     warm_start: tuple[int, int, float] | None
     """Step, steps, loss while the tiny model is being taught."""
     preference: Preference | None
+    storage: Sequence[str] = ()
+    """What storage.py tells of store and spools."""
 
 
 def lines_of(supervisor: Supervisor, engines: dict[str, EngineFacts]) -> list[Line]:

@@ -78,6 +78,8 @@ class PlainLines:
             self._print("  ".join(f"{name} {value}" for name, value in summary(status.progress)))
             for notice in notices(status.progress):
                 self._print(notice)
+        for line in status.storage:
+            self._print(line)
         self._next = now + PLAIN_EVERY_S
 
     def close(self) -> None:
@@ -121,16 +123,18 @@ class LiveView:
         self._console.print(Text(text), soft_wrap=True)
 
     def _drawn(self, status: Status, command: str) -> RenderableType:
-        parts: list[RenderableType] = [self._curve(status)]
+        storage_rows = sum(-(-len(line) // self._console.width) for line in status.storage)
+        low = self._console.height < ROOM_BESIDE_PROCESSES + len(status.lines) + storage_rows
+        # Where there is no room for both, what stops the run comes before the curve.
+        parts: list[RenderableType] = [] if low and storage_rows else [self._curve(status)]
         if status.warm_start is not None:
             step, steps, loss = status.warm_start
             parts += [
                 Text(f"teaching the tiny model its task's language: {step} of {steps}, loss {loss:.2f}"),
                 ProgressBar(total=steps, completed=step, width=60),
             ]
-        low = self._console.height < ROOM_BESIDE_PROCESSES + len(status.lines)
         parts.append(_figures(status))
-        parts += [Text(notice, style="yellow") for notice in notices(status.progress)]
+        parts += [Text(notice, style="yellow") for notice in (*notices(status.progress), *status.storage)]
         parts.append(_processes_in_short(status) if low else _processes(status))
         if self._events and not low:
             parts.append(Text("\n".join(self._events), style="dim", no_wrap=True, overflow="ellipsis"))

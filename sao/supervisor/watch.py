@@ -14,12 +14,14 @@ from sao.supervisor.board_view import BoardView
 from sao.supervisor.folder import RunFolder
 from sao.supervisor.progress import Progress
 from sao.supervisor.status import Status, lines_of, switch_command
+from sao.supervisor.storage import storage_notices
 from sao.supervisor.supervisor import Outcome, Supervisor
 from sao.supervisor.tracked import GaveUpError
 from sao.supervisor.views import View
 
 TICK_S = 0.1
 BOARD_EVERY_S = 1.0
+STORAGE_EVERY_S = 5.0
 CONVERGE_S = 45.0
 """How long the end of a run waits for every engine to serve the newest version."""
 FIRST_VERSION_S = 60.0
@@ -48,6 +50,8 @@ class Watch:
         self._progress = Progress(folder.rows_file)
         self._start = time.monotonic()
         self._board_at = 0.0
+        self._storage_at = 0.0
+        self._storage: list[str] = []
         self._engines: dict[str, EngineFacts] = {}
         self._preference: Preference | None = None
         self._command = switch_command(config, None)
@@ -74,6 +78,9 @@ class Watch:
             self._board_at = time.monotonic() + BOARD_EVERY_S
             self._command = switch_command(self._config, self._preference)
             self._check_first_version()
+        if time.monotonic() >= self._storage_at and self._supervisor.board_is_up:
+            self._storage = storage_notices(self._config, self._folder.root, self._board)
+            self._storage_at = time.monotonic() + STORAGE_EVERY_S
         self._view.show(self._status(), self._command)
         return outcome is Outcome.FINISHED and self._engines_done()
 
@@ -100,7 +107,7 @@ class Watch:
         step = initial_model.progress(warm.log_tail(3)) if warm is not None else None
         elapsed_s = time.monotonic() - self._start
         lines = lines_of(self._supervisor, self._engines)
-        return Status(elapsed_s, lines, self._progress, step, self._preference)
+        return Status(elapsed_s, lines, self._progress, step, self._preference, self._storage)
 
     def _engines_done(self) -> bool:
         """Whether every engine serves the newest version, or has had its time to."""

@@ -1,4 +1,4 @@
-"""Ride out a stream store that does not answer for a while, with a limit."""
+"""Ride out a stream store that does not answer, or is full, for a while, with a limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
 
-from sao.streams.base import StreamUnavailableError
+from sao.streams.base import StreamFullError, StreamUnavailableError
 from sao.telemetry.logs import get_logger
 from services.trainer import metrics
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 
 async def ride_out(call: Callable[[], Awaitable[T]], *, give_up_after_s: float = GIVE_UP_AFTER_S) -> T:
-    """The result of `call`, repeated (so it must be idempotent) while it raises StreamUnavailableError."""
+    """The result of `call`, repeated (so it must be idempotent) while the store is away or full."""
 
     async def attempt() -> T:
         return await call()
 
     retrying = AsyncRetrying(
-        retry=retry_if_exception_type(StreamUnavailableError),
+        retry=retry_if_exception_type((StreamUnavailableError, StreamFullError)),
         stop=stop_after_delay(give_up_after_s),
         wait=wait_exponential_jitter(multiplier=0.05, max=2.0),
         before_sleep=_note,
@@ -38,4 +38,4 @@ async def ride_out(call: Callable[[], Awaitable[T]], *, give_up_after_s: float =
 def _note(state: RetryCallState) -> None:
     metrics.OUTAGES.inc()
     error = state.outcome.exception() if state.outcome is not None else None
-    log.warning("stream store unavailable, trying again", attempt=state.attempt_number, reason=str(error))
+    log.warning("stream store unavailable or full, trying again", attempt=state.attempt_number, reason=str(error))

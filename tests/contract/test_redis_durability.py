@@ -12,7 +12,7 @@ import pytest
 from redis import asyncio as aioredis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from sao.board.base import EngineFacts, EngineState, TrainerFacts, TrainerState
+from sao.board.base import EngineFacts, EngineState, TrainerFacts, TrainerState, VersionRecord
 from sao.config.schema import RedisSection
 from sao.ids import uuid7
 from sao.preference import PreferenceDocument
@@ -79,11 +79,17 @@ async def test_a_full_store_refuses_whole_appends_and_still_drains(tmp_path: Pat
             await stores.board.write_engine(
                 EngineFacts(engine_id="engine-0", url="http://a", state=EngineState.SERVING, version="", since_s=0)
             )
+            await stores.board.announce_version(VersionRecord(name="v00000001", update=0, parent=None, epoch=epoch))
+            assert (await stores.board.put_preference(PreferenceDocument(name="p", weights={"a": 1.0}))).version == 1
             live = f"{len(accepted)}-1"
             assert await stores.ledger.renew("w", [live], now_ms=now, ttl_ms=1000)
             await streams.open_consumer(TRAJECTORIES, "r")
             deliveries = await streams.read(TRAJECTORIES, "r", count=1000, block_ms=0)
             assert [d.trajectory_id for d in deliveries] == accepted
+            assert await streams.read(TRAJECTORIES, "r", count=1, block_ms=1) == []
+            await streams.open_consumer(TRAJECTORIES, "successor")
+            deliveries = await streams.claim(TRAJECTORIES, "r", idle_ms=0, count=1000)
+            assert {d.attempt for d in deliveries} == {2}
             for delivery in deliveries[:-1]:
                 assert await streams.move(delivery, "r", SCORED, {"outcome": "{}"})
             assert await streams.bury(deliveries[-1], "r", "test")
@@ -93,6 +99,7 @@ async def test_a_full_store_refuses_whole_appends_and_still_drains(tmp_path: Pat
             assert await streams.drop_dead(letter)
             await streams.open_consumer(SCORED, "t")
             scored = await streams.read(SCORED, "t", count=1000, block_ms=0)
+            await streams.mark_consumed([scored[0].trajectory_id])
             assert await streams.settle(scored, "t", epoch=epoch) == len(accepted) - 1
             await stores.append(len(accepted))
 

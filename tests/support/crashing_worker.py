@@ -1,16 +1,20 @@
 """The real rollout worker on an in-memory engine; it kills itself (SIGKILL) the third time it comes to a transition.
 
 `CRASH_AT=NAME python -m tests.support.crashing_worker --config RUN.toml`; without a name it is an ordinary worker.
+`TURN_S` is about how long its engine takes for a turn, so that a test finds episodes in the middle; else no time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
+import random
 import signal
 import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from sao.config import RunConfig
 from sao.process import run_service
@@ -18,13 +22,14 @@ from sao.routing import RoutingShape
 from sao.v1 import ingest_pb2 as pb
 from sao.weights.filesystem import FileSystemVersionStore
 from services.rollout import app
-from services.rollout.engines.base import Engine
+from services.rollout.engines.base import Engine, Turn
 from services.rollout.engines.memory import MemoryEngine
 from services.rollout.publisher import Publisher, PublishResult
 from services.rollout.spool import Spool
 from tests.support.rollout_worker import often_stopping
 
 CRASH_AT = "CRASH_AT"
+TURN_S = "TURN_S"
 _WHEN = 3
 
 Put = Callable[[Spool, pb.PublishRequest], Awaitable[bool]]
@@ -81,11 +86,19 @@ CRASHES: dict[str, tuple[object, str, object]] = {
 """By transition: what is replaced by what."""
 
 
+class _TakesItsTime(MemoryEngine):
+    """An engine whose turns do not all end at once."""
+
+    async def generate(self, *args: Any, **kwargs: Any) -> Turn:
+        await asyncio.sleep(random.uniform(0.5, 1.5) * float(os.environ.get(TURN_S, "0")))
+        return await super().generate(*args, **kwargs)
+
+
 def _memory_engines(config: RunConfig, vocab_size: int, routing: RoutingShape | None) -> dict[str, Engine]:
     version = FileSystemVersionStore(config.versions_dir, min_free_bytes=0).names()[-1]
     # Another process samples other tokens, as an engine would.
     seed = os.getpid()
-    engine = MemoryEngine("engine-0", vocab_size, policy=often_stopping, version=version, seed=seed, routing=routing)
+    engine = _TakesItsTime("engine-0", vocab_size, policy=often_stopping, version=version, seed=seed, routing=routing)
     return {engine.engine_id: engine}
 
 

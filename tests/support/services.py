@@ -14,6 +14,8 @@ import httpx
 import sao.board
 from sao.config import RunConfig
 from sao.config.dump import secret_environment
+from sao.tasks.calculator import Calculator
+from sao.tasks.tiny_tokenizer import build_tokenizer_json
 from sao.weights.filesystem import FileSystemVersionStore
 from tests.support.ingest import VOCAB, announce
 from tests.support.processes import server
@@ -27,6 +29,7 @@ async def first_version(config: RunConfig, folder: Path) -> Path:
     model = {"num_hidden_layers": ROUTING.layers, "num_experts": ROUTING.experts}
     model |= {"num_experts_per_tok": ROUTING.per_token, "vocab_size": VOCAB}
     (checkpoint / "config.json").write_text(json.dumps(model))
+    (checkpoint / "tokenizer.json").write_text(build_tokenizer_json(Calculator()))
     store = FileSystemVersionStore(config.versions_dir, min_free_bytes=0)
     publish_checkpoint(store, checkpoint, lambda _, ids: [0.0] * (len(ids) - 1))
     board = sao.board.connect(config)

@@ -15,6 +15,7 @@ from sao.board.base import Board
 from sao.config import RunConfig
 from sao.invariants import Limits
 from sao.routing import RoutingShape, replayed_routing
+from sao.store_memory import read_use
 from sao.streams.base import StreamUnavailableError, TrajectoryStreams
 from sao.telemetry.health import Health
 from sao.telemetry.http import TelemetryServer
@@ -29,6 +30,7 @@ from services.rollout.ingest.decoding import RefusesUndecodable
 from services.rollout.ingest.hangups import LOGGER, HangUps
 from services.rollout.ingest.known import KnownVersions
 from services.rollout.ingest.leases.base import LeaseLedger
+from services.rollout.ingest.pressure import PressureWatch
 from services.rollout.ingest.server import IngestServicer
 
 log = get_logger(__name__)
@@ -60,7 +62,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         if checkpoint is not None:
             routing = replayed_routing(config, checkpoint)
             servicer.open(limits_for(config, vocabulary_size(checkpoint), routing))
-            await _watch(streams, ledger, health, stop)
+            await _watch(streams, ledger, health, PressureWatch(config.redis), stop)
         await server.stop(_GRACE_S)
     finally:
         await ledger.close()
@@ -116,18 +118,22 @@ def make_server(config: RunConfig, servicer: IngestServicer) -> tuple[grpc.aio.S
     return server, port
 
 
-async def _watch(streams: TrajectoryStreams, ledger: LeaseLedger, health: Health, stop: asyncio.Event) -> None:
+async def _watch(
+    streams: TrajectoryStreams, ledger: LeaseLedger, health: Health, memory: PressureWatch, stop: asyncio.Event
+) -> None:
     """Keep gauges and readiness current: ready while the store answers, alive while this loop turns."""
     health.working("watching the stream store")
     while not stop.is_set():
         try:
             state = await ledger.state(time.time_ns() // 1_000_000)
-            metrics.UNCONSUMED.set(await streams.unconsumed())
-            metrics.STORE_MEMORY.set(await streams.memory_fraction())
+            use = await read_use(streams)
         except StreamUnavailableError as error:
             health.set_ready(False)
             log.warning("stream store does not answer", error=str(error))
         else:
+            metrics.UNCONSUMED.set(use.unconsumed)
+            metrics.STORE_MEMORY.set(use.share)
+            memory.see(use)
             metrics.LEASES_LIVE.set(state.live)
             metrics.LEASES_EXPIRED.set(state.expired)
             metrics.FRONTIER.set(state.frontier_ordinal)

@@ -19,4 +19,12 @@ ADMISSION = Gauge("sao_ingest_admission_state", "1 for what the last lease reque
 ADMISSION_LIMIT = Gauge("sao_ingest_admission_limit_trajectories", "The most trajectories leased or unconsumed")
 UNCONSUMED = Gauge("sao_ingest_unconsumed_trajectories", "Durable and not yet consumed by the trainer")
 STORE_MEMORY = Gauge("sao_ingest_store_memory_ratio", "Used share of the stream store's memory bound")
+STORE_PRESSURE = Gauge(
+    "sao_ingest_store_pressure",
+    "1 for the most of the last 5 s: room, mark (trajectories are refused), full (the store itself refuses)",
+    ["state"],
+)
+STORE_PRESSURE_SINCE = Gauge(
+    "sao_ingest_store_pressure_since_seconds", "Unix time at which the store came to its mark; 0 while there is room"
+)
 STORE_ERRORS = Counter("sao_ingest_store_errors_total", "Calls that the stream store did not serve", ["kind"])

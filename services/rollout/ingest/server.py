@@ -146,7 +146,9 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
                 status = await self._accept(trajectory, request.routed_experts)
         except RefusedError as refusal:
             metrics.TRAJECTORIES.labels(refusal.label).inc()
-            log.warning("trajectory refused", trajectory=trajectory.id[:64], why=refusal.label, text=str(refusal))
+            # Under back-pressure every call is: pressure.py says it once.
+            note = log.debug if refusal.label == "back_pressure" else log.warning
+            note("trajectory refused", trajectory=trajectory.id[:64], why=refusal.label, text=str(refusal))
             raise
         metrics.TRAJECTORIES.labels(status.value).inc()
         if status is AppendStatus.ACCEPTED:

@@ -175,7 +175,23 @@ def test_the_live_view_shows_curve_figures_processes_events_and_the_command(stat
         assert part in text
 
 
-def test_the_command_is_seen_on_a_small_terminal_too(status: Status) -> None:
+def test_lines_about_the_store_are_shown_by_both_views(
+    status: Status, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = "STORE FULL, 100% of its memory"
+    for progress in (status.progress, Progress(tmp_path / "none")):
+        full = Status(1.0, status.lines, progress, None, None, [line])
+        console = Console(force_terminal=True, width=120, height=50, record=True)
+        view = LiveView(console)
+        view.show(full, "curl")
+        view.close()
+        PlainLines().show(full, "curl")
+        assert line in console.export_text()
+        assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("storage", [[], ["STORE FULL, 100% of its memory" + " and more of it" * 25, "2 dead letters"]])
+def test_the_command_is_seen_on_a_small_terminal_too(status: Status, storage: list[str]) -> None:
     """Of a view higher than the terminal, the end is cut off while it is live."""
     console = Console(force_terminal=True, width=80, height=24)
     view = LiveView(console)
@@ -185,11 +201,11 @@ def test_the_command_is_seen_on_a_small_terminal_too(status: Status) -> None:
     command = switch_command(load_run_config(None, env={}, preset="tiny"), None)
 
     with console.capture() as capture:
-        view.show(Status(12.0, lines, status.progress, (350, 700, 0.8), None), command)
+        view.show(Status(12.0, lines, status.progress, (350, 700, 0.8), None, storage), command)
     live = capture.get()
     view.close()
 
-    for part in ("curl -X PUT", "Ctrl-C", "trainer restarting", "6 of 7"):
+    for part in ("curl -X PUT", "Ctrl-C", "trainer restarting", "6 of 7", *(line[:14] for line in storage)):
         assert part in live
 
 

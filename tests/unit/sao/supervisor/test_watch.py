@@ -13,6 +13,7 @@ import pytest
 from sao.board.base import EngineFacts, EngineState, TrainerFacts, TrainerState
 from sao.config import load_run_config
 from sao.preference import Preference
+from sao.store_memory import StoreUse
 from sao.supervisor import watch
 from sao.supervisor.board_view import BoardView
 from sao.supervisor.folder import RunFolder
@@ -21,6 +22,7 @@ from sao.supervisor.tracked import GaveUpError
 from sao.supervisor.views import PlainLines
 from sao.supervisor.watch import StoppedError, Watch
 from tests.support.update_rows import rows_of
+from tests.unit.sao.test_store_memory import use_of
 
 
 @dataclass
@@ -30,6 +32,7 @@ class StandInBoard:
     looks: list[dict[str, EngineFacts]]
     seen: int = 0
     facts: TrainerFacts | None = None
+    use: StoreUse | None = field(default_factory=lambda: use_of(share=0.1))
 
     def trainer(self) -> TrainerFacts | None:
         return self.facts
@@ -40,6 +43,9 @@ class StandInBoard:
 
     def preference(self) -> Preference | None:
         return None
+
+    def store_use(self) -> StoreUse | None:
+        return self.use
 
 
 class Finished(Supervisor):
@@ -102,6 +108,18 @@ def test_a_signal_stops_the_watch(supervisors: dict[str, Supervisor], tmp_path: 
 
     with pytest.raises(StoppedError, match="SIGINT"):
         watched.until_finished([signal.SIGINT])
+
+
+def test_a_full_store_is_shown_while_the_run_goes_on(
+    supervisors: dict[str, Supervisor], tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched, board = watching(supervisors["running"], tmp_path, [{}])
+    board.use = use_of(scored=4, share=1.0)
+
+    with pytest.raises(StoppedError):
+        watched.until_finished([signal.SIGINT])
+
+    assert "STORE FULL" in capsys.readouterr().out
 
 
 def test_the_run_is_over_when_every_engine_serves_the_newest_version(
