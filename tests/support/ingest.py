@@ -53,7 +53,9 @@ class FailingStreams(MemoryStreams):
 
 
 async def announce(board: Board, *versions: str) -> None:
-    """Make these versions known, as a trainer of epoch 1."""
+    """Make these versions known, as the run's first trainer."""
+    if await board.epoch() == 0:
+        await board.new_trainer_epoch()
     for update, name in enumerate(versions):
         await board.announce_version(VersionRecord(name=name, update=update, parent=None, epoch=1))
 

@@ -38,24 +38,33 @@ class Stores:
         return trajectory_id
 
 
-def memory_stores(*, samples: int = 1, dead_bytes: int = 2**20) -> Stores:
-    """The in-memory twins, wired to each other."""
-    board = MemoryBoard()
+def memory_stores(*, samples: int = 1, dead_bytes: int = 2**20, claimed: bool = True) -> Stores:
+    """The in-memory twins, wired to each other, claimed by a trainer."""
+    board = MemoryBoard(epoch=int(claimed))
     streams = MemoryStreams(board, samples=samples, dead_bytes=dead_bytes)
     return Stores(streams, board, MemoryLeaseLedger(streams))
 
 
 @contextlib.asynccontextmanager
 async def redis_stores(
-    url: str, *, run: str | None = None, samples: int = 1, timeout_s: float = 5.0, dead_bytes: int = 2**20
+    url: str,
+    *,
+    run: str | None = None,
+    samples: int = 1,
+    timeout_s: float = 5.0,
+    dead_bytes: int = 2**20,
+    claimed: bool = True,
 ) -> AsyncIterator[Stores]:
-    """The real ones, for a run of that name (a fresh one by default)."""
+    """The real ones, for a run of that name (a fresh one by default), which a trainer has claimed unless told not."""
     keys = RunKeys(run or f"test-{uuid.uuid4().hex[:12]}")
     section = RedisSection(url=url, timeout_s=timeout_s)
     client, once = connect_redis(section), connect_redis(section, retries=0)
+    board = RedisBoard(client, keys)
+    if claimed and await board.epoch() == 0:
+        await board.new_trainer_epoch()
     yield Stores(
         RedisStreams(client, once, keys, samples=samples, dead_bytes=dead_bytes),
-        RedisBoard(client, keys),
+        board,
         RedisLeaseLedger(once, keys, samples=samples),
     )
     await client.aclose()
@@ -63,10 +72,12 @@ async def redis_stores(
 
 
 @contextlib.asynccontextmanager
-async def open_stores(valkey_url: str | None, *, samples: int = 1, dead_bytes: int = 2**20) -> AsyncIterator[Stores]:
+async def open_stores(
+    valkey_url: str | None, *, samples: int = 1, dead_bytes: int = 2**20, claimed: bool = True
+) -> AsyncIterator[Stores]:
     """In memory without a URL, else in that Valkey."""
     if valkey_url is None:
-        yield memory_stores(samples=samples, dead_bytes=dead_bytes)
+        yield memory_stores(samples=samples, dead_bytes=dead_bytes, claimed=claimed)
     else:
-        async with redis_stores(valkey_url, samples=samples, dead_bytes=dead_bytes) as stores:
+        async with redis_stores(valkey_url, samples=samples, dead_bytes=dead_bytes, claimed=claimed) as stores:
             yield stores
