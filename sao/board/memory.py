@@ -13,9 +13,10 @@ from sao.streams.base import FencedError
 class MemoryBoard:
     """sao.board.base.Board on plain dictionaries."""
 
-    def __init__(self, *, epoch: int = 0) -> None:
-        self.newest_epoch = epoch
-        """MemoryStreams reads it."""
+    def __init__(self, *, claimed: bool = False) -> None:
+        self.newest_epoch = 0
+        self.claimed = claimed
+        """Whether a trainer has begun; without a trainer of its own, a test may say that one has."""
         self._trainer: TrainerFacts | None = None
         self._versions: dict[str, VersionRecord] = {}
         self._engines: dict[str, EngineFacts] = {}
@@ -23,6 +24,7 @@ class MemoryBoard:
 
     async def new_trainer_epoch(self) -> int:
         self.newest_epoch += 1
+        self.claimed = True
         return self.newest_epoch
 
     async def epoch(self) -> int:

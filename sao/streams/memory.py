@@ -74,7 +74,7 @@ class MemoryStreams:
     ) -> None:
         self.dispatch = Dispatch()
         self.samples = samples
-        self._board = board or MemoryBoard(epoch=1)
+        self._board = board or MemoryBoard(claimed=True)
         self._horizon_h = horizon_h
         self._capacity = capacity_bytes
         self._clock_ms = clock_ms
@@ -137,7 +137,7 @@ class MemoryStreams:
 
     def require_claimed(self) -> None:
         """StreamUnavailableError until a trainer has claimed an epoch."""
-        if not self._board.newest_epoch:
+        if not self._board.claimed:
             msg = "no trainer has claimed this store; one that starts claims and restores it"
             raise StreamUnavailableError(msg)
 

@@ -111,7 +111,7 @@ async def _lost(run_dir: Path, streams: TrajectoryStreams, done: Slots, since_ms
     if not open_ids:
         return {}
     told = named_lost(run_dir)
-    asked = sorted(one for one in open_ids if one not in told)
+    asked = sorted((one for one in open_ids if one not in told), key=lambda one: (open_ids[one], one))
     there = await ride_out(partial(streams.recognised, asked))
     return {one: open_ids[one] for one in asked if one not in there}
 

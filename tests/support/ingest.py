@@ -53,9 +53,7 @@ class FailingStreams(MemoryStreams):
 
 
 async def announce(board: Board, *versions: str) -> None:
-    """Make these versions known, as the run's first trainer."""
-    if await board.epoch() == 0:
-        await board.new_trainer_epoch()
+    """Make these versions known, as a trainer of epoch 1."""
     for update, name in enumerate(versions):
         await board.announce_version(VersionRecord(name=name, update=update, parent=None, epoch=1))
 
@@ -86,6 +84,7 @@ async def memory_ingest(
 ) -> AsyncIterator[Ingest]:
     """The ingest over in-memory twins."""
     board = board or MemoryBoard()
+    board.claimed = True
     streams = streams or MemoryStreams(board)
     config = load_run_config(None, ["ingest.max_message_mb=1", "ingest.max_tokens=512", *sets], env={})
     async with serving(config, streams, board, MemoryLeaseLedger(streams), opened=opened) as ingest:

@@ -7,6 +7,8 @@ import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import redis
+
 from sao.board.base import Board
 from sao.board.memory import MemoryBoard
 from sao.board.redis import RedisBoard
@@ -38,9 +40,14 @@ class Stores:
         return trajectory_id
 
 
+def claim(client: redis.Redis, keys: RunKeys) -> None:
+    """Leave the store as if a trainer had claimed it, with epoch 1 for the next one."""
+    client.hsetnx(keys.board, "epoch", "0")
+
+
 def memory_stores(*, samples: int = 1, dead_bytes: int = 2**20, claimed: bool = True) -> Stores:
     """The in-memory twins, wired to each other, claimed by a trainer."""
-    board = MemoryBoard(epoch=int(claimed))
+    board = MemoryBoard(claimed=claimed)
     streams = MemoryStreams(board, samples=samples, dead_bytes=dead_bytes)
     return Stores(streams, board, MemoryLeaseLedger(streams))
 
@@ -60,8 +67,9 @@ async def redis_stores(
     section = RedisSection(url=url, timeout_s=timeout_s)
     client, once = connect_redis(section), connect_redis(section, retries=0)
     board = RedisBoard(client, keys)
-    if claimed and await board.epoch() == 0:
-        await board.new_trainer_epoch()
+    if claimed:
+        with redis.Redis.from_url(url) as blocking:
+            claim(blocking, keys)
     yield Stores(
         RedisStreams(client, once, keys, samples=samples, dead_bytes=dead_bytes),
         board,

@@ -105,8 +105,6 @@ class World:
             message.sample = sample
         message.routed_experts_key = routed_experts_key(message.id) if routed_experts else ""
         reward = float(self.slot % 2) if reward is None else reward
-        if await self.board.epoch() == 0:
-            await self.board.new_trainer_epoch()  # as if a trainer had begun: before that nothing is accepted
         scored = outcome or Scored(
             components={"right": reward}, value=reward, scored_under=scored_under, scoring_started_s=1.0
         )
