@@ -29,6 +29,7 @@ _UNAVAILABLE_REPLIES = (
     "MASTERDOWN",
     "CLUSTERDOWN",
     "TRYAGAIN",
+    "NOEPOCH",  # sao/streams/lua/append.lua
     "BUSY ",
 )
 

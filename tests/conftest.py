@@ -15,12 +15,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+import redis
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from sao.config import RunConfig, load_run_config
+from sao.redis_client import RunKeys
 from tests.support.processes import free_port, server
+from tests.support.stores import claim
 from tests.support.valkey import valkey
 
 # How long one example takes says how busy the machine is, nothing about the code.
@@ -52,9 +55,13 @@ def valkey_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def run_config(valkey_url: str, tmp_path: Path) -> RunConfig:
-    """A configuration of its own for each test, on the shared Valkey."""
-    sets = [f"run.name=test-{uuid.uuid4().hex[:12]}", f'run.dir="{tmp_path / "run"}"', f'redis.url="{valkey_url}"']
-    return load_run_config(None, sets, env={})
+    """A configuration of its own for each test, on the shared Valkey, where a trainer seems to have begun."""
+    name = f"test-{uuid.uuid4().hex[:12]}"
+    with redis.Redis.from_url(valkey_url) as client:
+        claim(client, RunKeys(name))
+    return load_run_config(
+        None, [f"run.name={name}", f'run.dir="{tmp_path / "run"}"', f'redis.url="{valkey_url}"'], env={}
+    )
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ tests/contract/test_board.py runs on every implementation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Protocol
 
@@ -88,6 +89,9 @@ class Board(Protocol):
     async def new_trainer_epoch(self) -> int:
         """Claim the next epoch; every older trainer is fenced from now on."""
 
+    async def epoch(self) -> int:
+        """The newest epoch claimed; 0 when none was, or when the store has lost it."""
+
     async def write_trainer(self, facts: TrainerFacts) -> None: ...
 
     async def trainer(self) -> TrainerFacts | None: ...
@@ -109,5 +113,11 @@ class Board(Protocol):
 
     async def preference(self, version: int | None = None) -> Preference | None:
         """The current preference, or that of `version`."""
+
+    async def restore_preferences(self, preferences: Sequence[Preference]) -> bool:
+        """Bring back what a board has lost: these, ascending, the last one current, in one step.
+
+        False, and nothing changed, when the board's current version is as new as the last of these, or newer.
+        """
 
     async def close(self) -> None: ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sao.board.base import EngineFacts, PreferenceConflictError, TrainerFacts, VersionRecord
 from sao.board.messages import conflicting_preference_message, conflicting_version_message, fenced_message
 from sao.preference import Preference, PreferenceDocument
@@ -11,22 +13,27 @@ from sao.streams.base import FencedError
 class MemoryBoard:
     """sao.board.base.Board on plain dictionaries."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
-        """The newest trainer epoch; MemoryStreams reads it."""
+    def __init__(self, *, claimed: bool = False) -> None:
+        self.newest_epoch = 0
+        self.claimed = claimed
+        """Whether a trainer has begun; without a trainer of its own, a test may say that one has."""
         self._trainer: TrainerFacts | None = None
         self._versions: dict[str, VersionRecord] = {}
         self._engines: dict[str, EngineFacts] = {}
-        self._preferences: list[Preference] = []
+        self._preferences: dict[int, Preference] = {}
 
     async def new_trainer_epoch(self) -> int:
-        self.epoch += 1
-        return self.epoch
+        self.newest_epoch += 1
+        self.claimed = True
+        return self.newest_epoch
+
+    async def epoch(self) -> int:
+        return self.newest_epoch
 
     def require_epoch(self, epoch: int) -> None:
         """FencedError when a newer trainer epoch than `epoch` exists."""
-        if epoch < self.epoch:
-            raise FencedError(fenced_message(epoch, self.epoch))
+        if epoch < self.newest_epoch:
+            raise FencedError(fenced_message(epoch, self.newest_epoch))
 
     async def write_trainer(self, facts: TrainerFacts) -> None:
         self.require_epoch(facts.epoch)
@@ -51,16 +58,25 @@ class MemoryBoard:
         return dict(self._engines)
 
     async def put_preference(self, document: PreferenceDocument, *, if_version: int | None = None) -> Preference:
-        current = len(self._preferences)
+        current = self._current
         if if_version is not None and if_version != current:
             raise PreferenceConflictError(conflicting_preference_message(if_version, current))
         stored = Preference(version=current + 1, document=document)
-        self._preferences.append(stored)
+        self._preferences[stored.version] = stored
         return stored
 
     async def preference(self, version: int | None = None) -> Preference | None:
-        number = len(self._preferences) if version is None else version
-        return self._preferences[number - 1] if 1 <= number <= len(self._preferences) else None
+        return self._preferences.get(self._current if version is None else version)
+
+    async def restore_preferences(self, preferences: Sequence[Preference]) -> bool:
+        if self._current >= preferences[-1].version:
+            return False
+        self._preferences |= {preference.version: preference for preference in preferences}
+        return True
+
+    @property
+    def _current(self) -> int:
+        return max(self._preferences, default=0)
 
     async def close(self) -> None:
         """Nothing to release."""

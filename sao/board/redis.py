@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from redis import asyncio as aioredis
@@ -15,7 +16,7 @@ from sao.board.base import EngineFacts, PreferenceConflictError, TrainerFacts, V
 from sao.board.messages import conflicting_preference_message, conflicting_version_message, fenced_message
 from sao.config.schema import RunConfig
 from sao.preference import Preference, PreferenceDocument
-from sao.redis_client import RunKeys, Scripts, connect_redis, redis_errors
+from sao.redis_client import Arg, RunKeys, Scripts, connect_redis, redis_errors
 from sao.streams.base import FencedError, StreamUnavailableError
 
 
@@ -36,6 +37,11 @@ class RedisBoard:
         with redis_errors("claim a trainer epoch"):
             epoch: int = await self._scripts.run("new_epoch", [self._keys.board], [])
         return epoch
+
+    async def epoch(self) -> int:
+        with redis_errors("read the trainer epoch"):
+            found: Any = await self._client.hget(self._keys.board, "epoch")
+        return int(found or 0)
 
     async def write_trainer(self, facts: TrainerFacts) -> None:
         with redis_errors("write trainer facts"):
@@ -99,6 +105,15 @@ class RedisBoard:
         if text is None:
             return None
         return Preference(version=int(number), document=PreferenceDocument.model_validate_json(text))
+
+    async def restore_preferences(self, preferences: Sequence[Preference]) -> bool:
+        args: list[Arg] = []
+        for preference in preferences:
+            args += [preference.version, preference.document.model_dump_json()]
+        with redis_errors(f"restore {len(preferences)} preferences"):
+            keys = [self._keys.board, self._keys.preferences]
+            restored: int = await self._scripts.run("restore_preferences", keys, args)
+        return restored == 1
 
     async def _hash(self, key: str) -> dict[str, bytes]:
         with redis_errors(f"read {key}"):

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from sao.slots import Slots
+
 
 class StreamName(Enum):
     """The hand-overs of a run."""
@@ -162,8 +164,15 @@ class TrajectoryStreams(Protocol):
         """Make one trajectory durable on TRAJECTORIES, release its lease, mark it unconsumed; all or nothing.
 
         The first durable trajectory of an (ordinal, sample) wins; a later one is SUPERSEDED. Raises
-        StreamFullError at the memory bound, ValueError for an id that is no UUIDv7 or a sample nobody wants.
+        StreamFullError at the memory bound, StreamUnavailableError until a trainer has claimed the store (an emptied
+        one takes what is done for new), ValueError for an id that is no UUIDv7 or a sample nobody wants.
         """
+
+    async def recognised(self, trajectory_ids: Sequence[str]) -> set[str]:
+        """Those of the ids that were appended here within the horizon, whatever became of them."""
+
+    async def restore(self, done: Slots) -> None:
+        """Have these slots done as well: a store that lost its file, or came back with an older one, knows too few."""
 
     async def read(self, stream: StreamName, consumer: str, *, count: int, block_ms: int) -> list[Delivery]:
         """Up to `count` deliveries in order; this consumer's own unsettled ones (from before a restart) first,
@@ -227,3 +236,7 @@ class TrajectoryStreams(Protocol):
 
 class FencedError(StreamError):
     """A newer trainer epoch exists; this process must stop."""
+
+
+class StoreEmptiedError(StreamError):
+    """The store has forgotten this trainer's epoch: it lost its file, or came back with an older one."""

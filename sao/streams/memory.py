@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from sao.board.memory import MemoryBoard
 from sao.ids import uuid7_unix_ms
+from sao.slots import Slots
 from sao.streams.base import (
     LETTER_BYTES,
     AppendStatus,
@@ -23,6 +24,7 @@ from sao.streams.base import (
     StreamDepth,
     StreamFullError,
     StreamName,
+    StreamUnavailableError,
 )
 from sao.streams.dispatch import Dispatch, slot_of
 
@@ -56,8 +58,8 @@ def _wall_ms() -> int:
 class MemoryStreams:
     """sao.streams.base.TrajectoryStreams on plain dictionaries.
 
-    `board` supplies the trainer epoch that fences `settle`; `capacity_bytes` bounds the stored payloads;
-    `samples` is how many rollouts the run wants of one ordinal; `dead_bytes` bounds the dead letters.
+    `board` supplies the trainer epoch that fences `settle` (none: one that is claimed); `capacity_bytes` bounds the
+    stored payloads; `samples` is how many rollouts the run wants of one ordinal; `dead_bytes` bounds the dead letters.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class MemoryStreams:
     ) -> None:
         self.dispatch = Dispatch()
         self.samples = samples
-        self._board = board or MemoryBoard()
+        self._board = board or MemoryBoard(claimed=True)
         self._horizon_h = horizon_h
         self._capacity = capacity_bytes
         self._clock_ms = clock_ms
@@ -106,6 +108,7 @@ class MemoryStreams:
         fields: Mapping[str, str],
         routed_experts: bytes = b"",
     ) -> AppendStatus:
+        self.require_claimed()
         slot = slot_of(ordinal, sample, self.samples)
         hour = uuid7_unix_ms(trajectory_id) // HOUR_MS
         if trajectory_id in self._seen.get(hour, ()):
@@ -122,6 +125,21 @@ class MemoryStreams:
         self.dispatch.finish(slot)
         await self._add(StreamName.TRAJECTORIES, trajectory_id, fields)
         return AppendStatus.ACCEPTED
+
+    async def recognised(self, trajectory_ids: Sequence[str]) -> set[str]:
+        return {one for one in trajectory_ids if one in self._seen.get(uuid7_unix_ms(one) // HOUR_MS, ())}
+
+    async def restore(self, done: Slots) -> None:
+        for start, end in done.ranges:
+            for slot in range(start, end):
+                if not self.dispatch.done(slot):
+                    self.dispatch.finish(slot)
+
+    def require_claimed(self) -> None:
+        """StreamUnavailableError until a trainer has claimed an epoch."""
+        if not self._board.claimed:
+            msg = "no trainer has claimed this store; one that starts claims and restores it"
+            raise StreamUnavailableError(msg)
 
     async def _refuse_when_full(self, trajectory_id: str) -> None:
         if await self.memory_fraction() >= 1.0:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, TypeVar
 
 from redis import asyncio as aioredis
 from redis import exceptions
@@ -21,6 +22,7 @@ from sao.board.messages import fenced_message
 from sao.config.schema import RunConfig
 from sao.ids import uuid7_unix_ms
 from sao.redis_client import Arg, RunKeys, Scripts, connect_redis, redis_errors
+from sao.slots import Slots
 from sao.streams.base import (
     LETTER_BYTES,
     AppendStatus,
@@ -41,7 +43,10 @@ from sao.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
+
 HOUR_MS: Final = 3_600_000
+_ASKED_AT_ONCE: Final = 1000
 
 
 class RedisStreams:
@@ -118,11 +123,31 @@ class RedisStreams:
             names.lease_expiry,
             names.leases,
             names.routed_experts(trajectory_id),
+            names.board,
         ]
         with redis_errors(f"append trajectory {trajectory_id}"):
             args: list[Arg] = [trajectory_id, payload, slot, self._seen_ttl_ms, routed_experts, *_flat(fields)]
             reply: bytes = await self._scripts.run("append", keys, args)
         return AppendStatus(reply.decode())
+
+    async def recognised(self, trajectory_ids: Sequence[str]) -> set[str]:
+        found: set[str] = set()
+        for asked in _chunks(trajectory_ids):
+            with redis_errors(f"look for {len(asked)} ids"):
+                async with self._client.pipeline(transaction=False) as pipeline:
+                    for trajectory_id in asked:
+                        pipeline.sismember(self._keys.seen(uuid7_unix_ms(trajectory_id) // HOUR_MS), trajectory_id)
+                    replies: list[int] = await pipeline.execute()
+            found |= {trajectory_id for trajectory_id, known in zip(asked, replies, strict=True) if known}
+        return found
+
+    async def restore(self, done: Slots) -> None:
+        names = self._keys
+        keys = [names.frontier, names.winners, names.lease_expiry, names.leases]
+        with redis_errors("restore the slots that are done"):
+            await self._scripts.run("restore", keys, [done.frontier])
+            for slots in _chunks(done.beyond()):
+                await self._scripts.run("restore", keys, [done.frontier, *slots])
 
     async def open_consumer(self, stream: StreamName, consumer: str) -> None:
         await self._reader.open_consumer(stream, consumer)
@@ -291,6 +316,12 @@ def _letter(entry_id: bytes, raw: Mapping[bytes, bytes]) -> DeadLetter:
 
 def _counter(event: DeadEvent, reason: str) -> str:
     return f"{event.value}:{kind_of(reason)}"
+
+
+def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
+    rest = iter(items)
+    while chunk := list(islice(rest, _ASKED_AT_ONCE)):
+        yield chunk
 
 
 def _flat(fields: Mapping[str, str]) -> list[str]:

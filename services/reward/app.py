@@ -24,6 +24,7 @@ from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from sao.telemetry.routes import answer
 from services.reward.consumer import Consumer
+from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import PATH, PreferenceRoutes, ensure_preference
 from services.reward.problems import ProblemError, install
 from services.reward.retry import patiently
@@ -50,11 +51,11 @@ class Bearer:
             raise ProblemError(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer <auth.token>", headers=headers)
 
 
-def create_app(task: Task, board: Board, health: Health, token: SecretStr | None) -> FastAPI:
+def create_app(task: Task, board: Board, health: Health, token: SecretStr | None, keeper: Keeper) -> FastAPI:
     """The HTTP side: preferences under /v1, an index at /, telemetry beside it."""
     app = FastAPI(title="SAO reward", docs_url=None, redoc_url=None)
     install(app)
-    app.include_router(PreferenceRoutes(board, task).router(), dependencies=[Depends(Bearer(token))])
+    app.include_router(PreferenceRoutes(board, task, keeper).router(), dependencies=[Depends(Bearer(token))])
 
     async def index() -> dict[str, object]:
         """What this service is, and where to go."""
@@ -99,24 +100,29 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     streams, board = sao.streams.connect(config), sao.board.connect(config)
     health = Health(stalled_after_s=max(60.0, 3 * settings.component_timeout_s))
     try:
+        keeper = Keeper(board, PreferenceFolder(config.run.dir))
+        await patiently(keeper.once)
         await ensure_preference(board, config.preference, task)
-        app = create_app(task, board, health, config.auth.token)
+        app = create_app(task, board, health, config.auth.token, keeper)
         server = Server(app, grace_s=2)
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.create_server((settings.bind, settings.port), family=family) as listener:
             log.info("reward service listens", bind=settings.bind, port=listener.getsockname()[1], task=task.name)
             scorer = TrajectoryScorer(task, tokenizer, lambda: patiently(board.preference), settings)
-            await _both(server, listener, Consumer(streams, scorer, settings, health), stop)
+            await _together(server, listener, Consumer(streams, scorer, settings, health), keeper, stop)
     finally:
         await streams.close()
         await board.close()
 
 
-async def _both(server: Server, listener: socket.socket, consumer: Consumer, stop: asyncio.Event) -> None:
+async def _together(
+    server: Server, listener: socket.socket, consumer: Consumer, keeper: Keeper, stop: asyncio.Event
+) -> None:
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     consuming = asyncio.ensure_future(consumer.run(stop))
+    keeping = asyncio.ensure_future(keeper.run())
     stopped = asyncio.ensure_future(stop.wait())
-    parts: set[asyncio.Future[Any]] = {serving, consuming, stopped}
+    parts: set[asyncio.Future[Any]] = {serving, consuming, keeping, stopped}
     try:
         await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         stop.set()

@@ -25,4 +25,10 @@ QUEUE_AGE = Gauge("sao_reward_queue_age_seconds", "Age of the oldest entry on th
 PREFERENCE_VERSION = Gauge(
     "sao_reward_preference_version", "Newest preference version this process has used or stored."
 )
+PREFERENCES_RESTORED = Counter(
+    "sao_reward_restored_preferences_total", "Times the board had lost its preferences and got them back."
+)
+PREFERENCE_FOLDER_ERRORS = Counter(
+    "sao_reward_preference_folder_errors_total", "Times a preference could not be kept in the run's folder."
+)
 PREFERENCE_CHANGES = Counter("sao_reward_preference_changes_total", "Preferences stored by PUT /v1/preferences.")

@@ -19,6 +19,7 @@ from sao.preference import Preference, PreferenceDocument
 from sao.tasks.base import Task
 from sao.telemetry.logs import get_logger
 from services.reward import metrics
+from services.reward.preference_folder import Keeper
 from services.reward.problems import ProblemError
 from services.reward.retry import patiently
 
@@ -56,9 +57,10 @@ async def ensure_preference(board: Board, configured: PreferenceDocument | None,
 class PreferenceRoutes:
     """The three routes over one board."""
 
-    def __init__(self, board: Board, task: Task) -> None:
+    def __init__(self, board: Board, task: Task, keeper: Keeper) -> None:
         self._board = board
         self._task = task
+        self._keeper = keeper
 
     def router(self) -> APIRouter:
         router = APIRouter()
@@ -89,10 +91,15 @@ class PreferenceRoutes:
         """Store a document as the next version; with If-Match only when that version is still the current one."""
         if_version = _if_match(request.headers.get("if-match"))
         document = await self._document(request)
+        await self._keeper.once()  # a board that was emptied would count from 1 again
         try:
             stored = await self._board.put_preference(document, if_version=if_version)
         except PreferenceConflictError as error:
             raise ProblemError(HTTPStatus.PRECONDITION_FAILED, str(error)) from error
+        await self._keeper.once()
+        if await self._board.preference(stored.version) != stored:
+            msg = f"the store lost version {stored.version} while it was stored; read the preference, then repeat"
+            raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, msg, headers={"Retry-After": "1"})
         metrics.PREFERENCE_VERSION.set(stored.version)
         metrics.PREFERENCE_CHANGES.inc()
         client = request.client.host if request.client else ""

@@ -24,6 +24,7 @@ from sao.config.schema import RunConfig
 from sao.invariants import Limits
 from sao.process import run_service
 from sao.routing import replayed_routing
+from sao.slots import Slots
 from sao.streams.base import TrajectoryStreams
 from sao.tasks import load_task
 from sao.tasks.prompt_files import load_prompts
@@ -43,10 +44,11 @@ from services.trainer.core.update import Update, UpdateSettings
 from services.trainer.launch import own_rank, started_followers
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.outage import ride_out
-from services.trainer.publisher import Publisher, new_epoch
+from services.trainer.publisher import Publisher
 from services.trainer.ranks import Ranks, follow
 from services.trainer.records import drops_so_far
-from services.trainer.recovery import lost_work, undone_ids
+from services.trainer.recovery import lost_work, never_again, undone
+from services.trainer.restoring import claim_store
 from services.trainer.warm_start_key import initial_model_path
 
 log = get_logger(__name__)
@@ -88,11 +90,21 @@ async def _train(
     restored = checkpoints.newest()
     store = FileSystemVersionStore(config.versions_dir, config.checkpoint.free_space_mb << 20)
     archive = Archive(config.run.dir / "archive")
-    epoch = await new_epoch(board, store, archive)
-    progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
+    progress = restored.progress if restored is not None else fresh_progress(config.run.name)
+    again = undone(archive, progress, config.samples)
+    claim = await claim_store(
+        config.run.dir,
+        board=board,
+        streams=streams,
+        store=store,
+        archive=archive,
+        done=never_again(progress, again.values()),
+        samples=config.samples,
+        horizon_h=config.ingest.seen_horizon_h,
+    )
     refuse_another_algorithm(progress, config)
     if config.run.updates is not None and progress.update >= config.run.updates and published(store, progress):
-        await ride_out(lambda: board.write_trainer(_finished(progress, epoch, store.names()[-1])))
+        await ride_out(lambda: board.write_trainer(_finished(progress, claim.epoch, store.names()[-1])))
         log.info("the run is over already", update=progress.update, updates=config.run.updates)
         return
     initial = _initial_model(config)
@@ -101,10 +113,11 @@ async def _train(
         board,
         config.trainer,
         model_limits(config, initial),
-        epoch=epoch,
-        restored=progress.unsettled_ids,
+        epoch=claim.epoch,
+        restored=[] if claim.forgot else progress.unsettled_ids,
         forgone=progress.forgone_ids,
-        undone=undone_ids(archive, progress),
+        undone=again,
+        done=Slots(progress.done),
         dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
         defer_consumed=config.algorithm.synchronous,
         reward_range=reward_range(config),
@@ -114,7 +127,7 @@ async def _train(
         store=store,
         board=board,
         run=config.run.name,
-        epoch=epoch,
+        epoch=claim.epoch,
         initial=initial,
         canary=task_canary(config, initial),
         keep_versions=config.weights.keep_versions,
@@ -122,9 +135,11 @@ async def _train(
     with started_followers(config.trainer.ranks), _ranks(config, initial) as ranks:
         if restored is not None:
             ranks.load(restored.backend_dir)
-        log.info("state", update=progress.update, restored=_place(restored), epoch=epoch)
+        log.info("state", update=progress.update, restored=_place(restored), epoch=claim.epoch)
         batcher = batcher_of(config, consumer)
-        parts = Parts(config, ranks, streams, board, consumer, batcher, publisher, checkpoints, archive, health, epoch)
+        parts = Parts(
+            config, ranks, streams, board, consumer, batcher, publisher, checkpoints, archive, health, claim.epoch
+        )
         await TrainerLoop(parts, progress).run(stop)
 
 

@@ -70,6 +70,8 @@ class Progress(BaseModel):
     fall-back has abandoned. Empty before the first step, and where an earlier release began the run."""
     forgone_ids: list[str] = []
     """Ids in archived steps without effect that were dropped or buried since: not to be offered again."""
+    done: list[tuple[int, int]] = []
+    """Slots (sao.streams.dispatch) of the trajectories that were trained on or dropped, as half-open ranges."""
     algorithm: str = ""
     """That made this state; empty: an earlier release, which had only sao."""
     baseline: dict[str, list[float]] = {}

@@ -30,7 +30,9 @@ from sao.lineage import Lineage, UnknownVersionError
 from sao.outcome import OUTCOME, Scored
 from sao.preference import MissingComponentError, Preference
 from sao.routing import RoutingShape
+from sao.slots import Slots
 from sao.streams.base import Delivery, StreamName, TrajectoryStreams
+from sao.streams.dispatch import slot_of
 from sao.telemetry.logs import get_logger
 from sao.trajectory import Trajectory
 from services.trainer import metrics
@@ -146,6 +148,7 @@ class Consumer:
         restored: Iterable[str] = (),
         forgone: Iterable[str] = (),
         undone: Collection[str] = (),
+        done: Slots | None = None,
         dropped: Counter[str] | None = None,
         defer_consumed: bool = False,
         reward_range: tuple[float, float] = (-math.inf, math.inf),
@@ -169,6 +172,8 @@ class Consumer:
         self._reward_range = reward_range
         self._unreleased: list[str] = []
         self._dropping: set[str] = set()
+        self.done = Slots() if done is None else done
+        """Of trajectories that were trained on or dropped: whatever comes for one of these has come before."""
         self.dropped: Counter[str] = Counter() if dropped is None else dropped
         """Trajectories that did not train, by reason, since the run began."""
 
@@ -266,9 +271,25 @@ class Consumer:
             log.info("settled: the restored checkpoint holds its effect", trajectory=delivery.trajectory_id)
             return Refused(delivery.trajectory_id, "already_trained")
         try:
-            return await self._parse(delivery)
+            arrived = await self._parse(delivery)
         except _DamagedError as damage:
             return await self._bury(delivery, damage.reason, str(damage))
+        if self.slot(arrived.trajectory) in self.done:
+            # Only a store that came back with an older file holds such a one.
+            await self._streams.mark_consumed([delivery.trajectory_id])
+            await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
+            log.warning("settled: its prompt was trained on or dropped before", trajectory=delivery.trajectory_id)
+            return Refused(delivery.trajectory_id, "already_done")
+        return arrived
+
+    def trained(self, taken: Iterable[Taken]) -> None:
+        """Note that these have had their effect."""
+        for one in taken:
+            self.done.add(self.slot(one.trajectory))
+
+    def slot(self, trajectory: Trajectory) -> int:
+        """Which wanted rollout it is."""
+        return slot_of(trajectory.message.ordinal, trajectory.message.sample, self._limits.samples)
 
     async def _parse(self, delivery: Delivery) -> Arrived:
         """The trajectory and its outcome; _DamagedError when they are not what they should be."""
@@ -388,6 +409,7 @@ class Consumer:
             await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
         if delivery is None or trajectory.id in self._undone:
             self._forgone.add(trajectory.id)
+        self.done.add(self.slot(trajectory))
         self._in_hand.pop(trajectory.id, None)
         self._archived.pop(trajectory.id, None)
         self._dropping.discard(trajectory.id)

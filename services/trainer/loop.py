@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from sao.archive import Archive
 from sao.board.base import Board, EngineState, TrainerFacts, TrainerState
+from sao.board.messages import fenced_message
 from sao.config import RunConfig, dump_run_config
 from sao.rows import CRITIC_ONLY
-from sao.streams.base import StreamName, StreamUnavailableError, TrajectoryStreams
+from sao.streams.base import FencedError, StoreEmptiedError, StreamName, StreamUnavailableError, TrajectoryStreams
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from services.trainer import metrics
@@ -41,6 +42,8 @@ log = get_logger(__name__)
 POLL_MS = 200
 """Longest blocking read: how soon a stop or starvation is noticed."""
 HEARTBEAT_S = 60.0
+EPOCH_S = 1.0
+"""How soon a store that was emptied is noticed."""
 ENGINE_POLL_S = 0.05
 
 
@@ -70,7 +73,7 @@ def _busy(work: str) -> Iterator[None]:
         metrics.BUSY_SECONDS.labels(work).inc(time.perf_counter() - started)
 
 
-def fresh_progress(run: str, epoch: int) -> Progress:
+def fresh_progress(run: str) -> Progress:
     """A run's beginning."""
     return Progress(
         run=run,
@@ -79,7 +82,7 @@ def fresh_progress(run: str, epoch: int) -> Progress:
         consumed=0,
         unsettled_ids=[],
         version="",
-        trainer_epoch=epoch,
+        trainer_epoch=0,
         dropped={},
         pretraining=Pretraining(),
     )
@@ -104,6 +107,7 @@ class TrainerLoop:
         self._steps_since_checkpoint = 0
         self._idle_s = 0.0
         self._started_s = 0.0
+        self._epoch_seen_at = clock()
 
     @property
     def finished(self) -> bool:
@@ -159,6 +163,9 @@ class TrainerLoop:
             found = await self._take()
             now = self._clock()
             self._note_idle(now - before)
+            if now - self._epoch_seen_at > EPOCH_S:
+                await self._require_epoch()
+                self._epoch_seen_at = now
             if now - last_heartbeat > HEARTBEAT_S:
                 parts.ranks.heartbeat()
                 last_heartbeat = now
@@ -212,6 +219,7 @@ class TrainerLoop:
             metrics.SKIPPED.inc()
             log.error("update skipped, nothing was changed", update=self._update + 1, reason=stats.skipped_reason)
         parts.batcher.finished(taken, stats.trajectories)
+        parts.consumer.trained(taken)
         version_before = self._version
         # A skipped update counts: its trajectories are spent.
         self._update += not stats.critic_only
@@ -307,6 +315,18 @@ class TrainerLoop:
             await ride_out(consumer.open)
             return None
 
+    async def _require_epoch(self) -> None:
+        """FencedError when a newer trainer has started, StoreEmptiedError when the store no longer knows this one."""
+        epoch, newest = self._parts.epoch, await ride_out(self._parts.board.epoch)
+        if newest > epoch:
+            raise FencedError(fenced_message(epoch, newest))
+        if newest < epoch:
+            msg = (
+                f"trainer epoch {epoch}: the store knows {newest or 'none'}, so it was restarted without its file or "
+                "with an older one; this process ends, and its next start restores what the run's folder knows"
+            )
+            raise StoreEmptiedError(msg)
+
     def _note_idle(self, seconds: float) -> None:
         self._idle_s += seconds
         metrics.IDLE_SECONDS.inc(seconds)
@@ -396,6 +416,7 @@ class TrainerLoop:
             dropped=dict(self._parts.consumer.dropped),
             stretches=self._restored.stretches_to(self._parts.epoch, self._update, self._critic_only),
             forgone_ids=self._parts.consumer.forgone,
+            done=self._parts.consumer.done.ranges,
             algorithm=self._config.trainer.algorithm,
             baseline=self._parts.batcher.state(),
             pretraining=self._pretraining,

@@ -67,6 +67,8 @@ CHECKPOINTS = Counter("sao_trainer_checkpoints_total", "Checkpoints written, by 
 UNSETTLED = Gauge("sao_trainer_unsettled_trajectories", "Trained on, not yet in a durable checkpoint")
 UNSETTLED_BYTES = Gauge("sao_trainer_unsettled_bytes", "Payload bytes of these")
 UPDATE_SECONDS = Histogram("sao_trainer_update_seconds", "From the first trajectory to the step", buckets=_SECONDS)
+STORE_RESTORED = Counter("sao_trainer_restored_stores_total", "Starts that found the store emptied, or an older one")
+STORE_LOST = Counter("sao_trainer_lost_trajectories_total", "Accepted trajectories that a start missed in the store")
 OUTAGES = Counter("sao_trainer_store_outages_total", "Calls that found the stream store unavailable")
 
 _TRUNCATED = (pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TURN_LIMIT)

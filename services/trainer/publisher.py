@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sao.archive import Archive
 from sao.board.base import Board, VersionRecord
 from sao.telemetry.logs import get_logger
 from sao.weights.base import VersionStore
@@ -97,20 +96,6 @@ class Publisher:
         removed = self.store.collect(self.keep_versions)
         log.info("version published", version=name, update=update, parent=parent, collected=removed)
         return record
-
-
-async def new_epoch(board: Board, store: VersionStore, archive: Archive) -> int:
-    """Claim a trainer epoch above that of the newest version committed and of every step archived.
-
-    A board that was lost counts from 1 again; the version store would refuse such an epoch as overtaken, and the
-    archive, where an epoch whose publishing was held may have left more, would take its steps for another's.
-    """
-    newest = store.names()[-1:]
-    committed = store.manifest(newest[0]).trainer_epoch if newest else 0
-    known = max(committed, archive.newest_epoch())
-    while (epoch := await ride_out(board.new_trainer_epoch)) <= known:
-        log.warning("the board knows fewer epochs than the run's folder: was it lost?", found=epoch, of=known)
-    return epoch
 
 
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

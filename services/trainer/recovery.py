@@ -7,14 +7,16 @@ one; `Progress.holds` tells them apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from sao.archive import Archive, StepName
 from sao.outcome import OUTCOME, Scored
 from sao.rows import CRITIC_ONLY
+from sao.slots import Slots
 from sao.streams.base import TrajectoryStreams
+from sao.streams.dispatch import slot_of
 from sao.telemetry.logs import get_logger
 from sao.trajectory import Trajectory
 from services.trainer.checkpoint import Progress
@@ -71,10 +73,22 @@ async def lost_work(archive: Archive, progress: Progress, streams: TrajectoryStr
     return list(found.values())
 
 
-def undone_ids(archive: Archive, progress: Progress) -> set[str]:
-    """Trajectories of the steps that `progress` lacks: once their entries are gone, every restart offers them again."""
+def undone(archive: Archive, progress: Progress, samples: int) -> dict[str, int]:
+    """Trajectories of the steps that `progress` lacks, and their slots.
+
+    Once their entries are gone, every restart offers them again.
+    """
     _, lacking = _sorted_out(archive, progress)
-    return {trained.trajectory.id for step in lacking for trained in archive.load(step.name).trajectories}
+    found = [trained.trajectory for step in lacking for trained in archive.load(step.name).trajectories]
+    return {one.id: slot_of(one.ordinal, one.sample, samples) for one in found}
+
+
+def never_again(progress: Progress, undone_slots: Iterable[int]) -> Slots:
+    """Slots that need no other rollout: `progress` has trained on or dropped it, or the archive brings it again."""
+    done = Slots(progress.done)
+    for slot in undone_slots:
+        done.add(slot)
+    return done
 
 
 def recent_values(

@@ -6,6 +6,7 @@
 | dead | it is in the dead letters, with a reason |
 | dropped | the trainer named it and a reason |
 | waiting | it is still on a stream: there were too few for one more update when the run was stopped |
+| named | the store lost it with its file, and the trainer named it (only a run that empties the store may have any) |
 | lost | nothing of the above |
 
 A worker that was told `accepted` or `duplicate` may forget the trajectory, so both are acknowledgements. `superseded`
@@ -37,6 +38,12 @@ class Evidence:
     """Reasons by id, also of trajectories that trained after all (a crash may forget a drop, never its log line)."""
     waiting: AbstractSet[str]
     """Ids on a stream at the end."""
+    named: AbstractSet[str]
+    """Ids that the trainer has named as lost with the store."""
+    not_leased_again: AbstractSet[str]
+    """Those of them whose prompt was neither leased nor rolled out again."""
+    preferences: tuple[int, int]
+    """The newest version on the board, and in the run's folder."""
     counted: Mapping[str, int]
     """What the trainer itself has counted as dropped or buried, by reason."""
     consumed: int
@@ -61,12 +68,15 @@ class Verdict:
     """A requeue of these dead letters would train them twice."""
     miscounted: int
     """Trajectories of the final checkpoint's steps minus what it claims."""
+    not_leased_again: Sequence[str]
+    preferences_lost: int
 
     @property
     def passed(self) -> bool:
         """Nothing lost, nothing twice, nothing that should not have been trained, and the books agree."""
         wrong = (self.lost, self.twice, self.trained_though_superseded, self.dead_though_trained)
-        return self.acknowledged > 0 and not any(wrong) and self.miscounted == 0
+        books = self.miscounted == self.preferences_lost == 0
+        return self.acknowledged > 0 and not any(wrong) and not self.not_leased_again and books
 
 
 def audit(evidence: Evidence) -> Verdict:
@@ -77,6 +87,7 @@ def audit(evidence: Evidence) -> Verdict:
         "dead": {trajectory_id for trajectory_id, reason in evidence.dead.items() if reason},
         "dropped": {trajectory_id for trajectory_id, reason in evidence.dropped.items() if reason},
         "waiting": evidence.waiting,
+        "named": evidence.named,
     }
     fate_of = {
         trajectory_id: next((fate for fate, ids in shown.items() if trajectory_id in ids), "lost")
@@ -95,6 +106,8 @@ def audit(evidence: Evidence) -> Verdict:
         trained_though_superseded=sorted(times.keys() & evidence.superseded),
         dead_though_trained=sorted(times.keys() & evidence.dead.keys()),
         miscounted=len(evidence.trained) - evidence.consumed,
+        not_leased_again=sorted(evidence.not_leased_again),
+        preferences_lost=evidence.preferences[1] - evidence.preferences[0],
     )
 
 

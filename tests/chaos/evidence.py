@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,10 @@ from sao.archive import Archive
 from sao.redis_client import RunKeys
 from sao.rows import read_rows
 from sao.streams.base import StreamName
+from services.reward.preference_folder import PreferenceFolder
 from services.trainer.checkpoint import CheckpointStore, Progress
 from services.trainer.recovery import effective_steps
+from services.trainer.restoring import LOST_FILE
 from tests.chaos.audit import Evidence
 
 ACKNOWLEDGED = {"accepted", "duplicate"}
@@ -34,6 +36,8 @@ def gather(folder: Path, run: str, client: redis.Redis) -> Evidence:
         if archived.skipped:
             dropped |= dict.fromkeys(ids, f"update skipped: {archived.skipped_reason}")
     keys = RunKeys(run)
+    named = {line["trajectory"]: line["ordinal"] for line in json_lines(folder / LOST_FILE)}
+    again = slots_under_way(client, keys)
     return Evidence(
         acknowledged={line["trajectory"] for line in answers if line["status"] in ACKNOWLEDGED},
         superseded={line["trajectory"] for line in answers if line["status"] == "superseded"},
@@ -41,9 +45,20 @@ def gather(folder: Path, run: str, client: redis.Redis) -> Evidence:
         dead={fields["_id"]: fields["reason"] for fields in entries(client, keys.dead)},
         dropped=dropped,
         waiting={fields["_id"] for name in StreamName for fields in entries(client, keys.stream(name))},
+        named=named.keys(),
+        not_leased_again={one for one, ordinal in named.items() if not again(ordinal)},
+        preferences=(int(client.hget(keys.board, "preference") or 0), PreferenceFolder(folder).newest()),
         counted=progress.dropped,
         consumed=progress.consumed,
     )
+
+
+def slots_under_way(client: redis.Redis, keys: RunKeys) -> Callable[[int], bool]:
+    """Whether a slot is done or leased now."""
+    frontier = int(client.get(keys.frontier) or 0)
+    found: list[Any] = [*client.zrange(keys.winners, 0, -1), *client.zrange(keys.lease_expiry, 0, -1)]
+    beyond = {int(slot) for slot in found}
+    return lambda slot: slot < frontier or slot in beyond
 
 
 def final_progress(folder: Path, run: str) -> Progress:
@@ -76,6 +91,8 @@ def events(folder: Path, process: str, event: str) -> Iterator[dict[str, Any]]:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Each line of a file."""
+    """Each line of a file; of one that is not there, none."""
+    if not path.exists():
+        return
     for line in path.read_text(encoding="utf-8").splitlines():
         yield json.loads(line)

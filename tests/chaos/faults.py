@@ -7,6 +7,7 @@ the keeper starts again what ended.
 from __future__ import annotations
 
 import resource
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Fault:
     name: str
     kind: str
     times: int
-    """How often in a hundred rounds."""
+    """How often in a hundred rounds; 0: only where it is asked for, since something may be lost."""
     inject: Inject
     heal: Heal = lambda _system: None
     hold_s: float = 0.0
@@ -85,6 +86,14 @@ def mend(system: System) -> None:
 def restart_valkey(system: System, _random: Random) -> str:
     """In good order: it writes its file to the end, and reads it at the next start."""
     return "asked to end" if system.fleet.signal("valkey", signal.SIGTERM) else "was down already"
+
+
+def empty_valkey(system: System, _random: Random) -> str:
+    """Store a preference, kill the server and remove its file: it comes back with nothing."""
+    number = system.put_preference_again()
+    system.fleet.signal("valkey", signal.SIGKILL)
+    shutil.rmtree(system.folder / "valkey" / "appendonlydir")
+    return f"killed, and its file removed, after preference {number} was stored"
 
 
 def fill_disk(process: str) -> Inject:
@@ -192,6 +201,7 @@ FAULTS = {
         Fault("stop trainer",         "trainer",  3, stop("trainer"),                      wake("trainer"), STOPPED_S),
         Fault("stop weights",         "weights",  3, stop("weights"),                      wake("weights"), STOPPED_S),
         Fault("restart valkey",       "valkey",   3, restart_valkey),
+        Fault("emptied valkey",       "valkey",   0, empty_valkey),
         Fault("full disk, valkey",    "valkey",   3, fill_disk("valkey"),                  make_room("valkey"), CUT_S),
         Fault("full disk, trainer",   "trainer",  3, fill_disk("trainer"),                 make_room("trainer"), CUT_S),
         Fault("no space for trainer", "trainer",  3, refuse_space,                         allow_space, STOPPED_S),

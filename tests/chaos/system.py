@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import redis
 
 from sao.config import RunConfig, dump_run_config, load_run_config
@@ -131,6 +132,13 @@ class System:
     def valkey(self) -> redis.Redis:
         """A client to the server itself, past every link."""
         return redis.Redis(port=self.valkey_port, socket_timeout=5.0, socket_connect_timeout=5.0)
+
+    def put_preference_again(self) -> int:
+        """Store the current preference once more; its new version."""
+        url = f"http://127.0.0.1:{self.config.reward.port}/v1/preferences"
+        current = httpx.get(url, timeout=5.0).raise_for_status().json()["document"]
+        version: int = httpx.put(url, json=current, timeout=5.0).raise_for_status().json()["version"]
+        return version
 
     def look(self) -> None:
         """Take in the rows that the trainer has written since the last look."""

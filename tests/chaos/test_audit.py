@@ -10,12 +10,15 @@ import pytest
 from tests.chaos.audit import Evidence, audit, falls
 
 SOUND = Evidence(
-    acknowledged={"a", "b", "c", "d"},
+    acknowledged={"a", "b", "c", "d", "n"},
     superseded={"s"},
     trained=["a", "unanswered"],
     dead={"b": "payload_damaged: not a sao.v1.Trajectory"},
     dropped={"c": "stale", "a": "stale"},
     waiting={"d"},
+    named={"n"},
+    not_leased_again=set(),
+    preferences=(2, 2),
     counted={"stale": 1, "payload_damaged": 1},
     consumed=2,
 )
@@ -27,8 +30,8 @@ def test_every_acknowledged_trajectory_gets_one_fate() -> None:
     verdict = audit(SOUND)
 
     assert verdict.passed
-    assert verdict.acknowledged == 4
-    assert verdict.fates == {"trained": 1, "dead": 1, "dropped": 1, "waiting": 1}
+    assert verdict.acknowledged == 5
+    assert verdict.fates == {"trained": 1, "dead": 1, "dropped": 1, "waiting": 1, "named": 1}
     assert verdict.dropped_by_reason == {"stale": 1}
     assert verdict.dead_by_reason == {"payload_damaged": 1}
     assert verdict.uncounted == {}
@@ -40,6 +43,8 @@ def test_every_acknowledged_trajectory_gets_one_fate() -> None:
         ("trained", ["unanswered", "x"], "lost", []),  # `a` counts as dropped then
         ("acknowledged", {"a", "e"}, "lost", ["e"]),
         ("waiting", set(), "lost", ["d"]),
+        ("named", set(), "lost", ["n"]),
+        ("not_leased_again", {"n"}, "not_leased_again", ["n"]),
         ("dead", {"b": ""}, "lost", ["b"]),
         ("dropped", {"c": ""}, "lost", ["c"]),
         ("trained", ["a", "a"], "twice", ["a"]),
@@ -59,6 +64,13 @@ def test_a_checkpoint_that_claims_more_than_its_steps_trained_is_found() -> None
     verdict = audit(replace(SOUND, consumed=3))
 
     assert verdict.miscounted == -1
+    assert not verdict.passed
+
+
+def test_a_preference_that_did_not_come_back_is_found() -> None:
+    verdict = audit(replace(SOUND, preferences=(1, 3)))
+
+    assert verdict.preferences_lost == 2
     assert not verdict.passed
 
 

@@ -1,4 +1,7 @@
-"""Ten rounds of chaos on a run with every real process: what `make chaos` does a hundred times, for CI."""
+"""Ten rounds of chaos on a run with every real process: what `make chaos` does a hundred times, for CI.
+
+An eleventh takes the store's file away: what was in it is lost, and every one of it is named and rolled out again.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ ROUNDS = (
     "damaged checkpoint",
     "kill reward",
     "kill engine",
+    "emptied valkey",
 )
 """Every kind of process once, and each kind of damage; the rest of the table is for `make chaos`."""
 

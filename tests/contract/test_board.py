@@ -15,7 +15,7 @@ from sao.board.base import (
     TrainerState,
     VersionRecord,
 )
-from sao.preference import PreferenceDocument
+from sao.preference import Preference, PreferenceDocument
 from sao.streams.base import FencedError
 from tests.support.stores import Stores
 
@@ -42,7 +42,10 @@ async def test_a_fresh_board_is_empty(board: Board) -> None:
 
 
 async def test_epochs_rise_also_when_claimed_at_once(board: Board) -> None:
-    assert sorted(await asyncio.gather(*(board.new_trainer_epoch() for _ in range(5)))) == [1, 2, 3, 4, 5]
+    before = await board.epoch()
+    claimed = sorted(await asyncio.gather(*(board.new_trainer_epoch() for _ in range(5))))
+    assert claimed == list(range(before + 1, before + 6))
+    assert await board.epoch() == claimed[-1]
 
 
 async def test_trainer_facts_come_back_as_written(board: Board) -> None:
@@ -117,3 +120,22 @@ async def test_of_concurrent_conditional_writers_one_wins(board: Board) -> None:
     current = await board.preference()
     assert current is not None
     assert current.version == 1
+
+
+async def test_lost_preferences_come_back_under_their_numbers(board: Board) -> None:
+    kept = [Preference(version=number, document=document(f"p{number}")) for number in (1, 2, 3)]
+    assert await board.restore_preferences(kept)
+    assert [await board.preference(one.version) for one in kept] == kept
+    assert await board.preference() == kept[-1]
+    assert (await board.put_preference(document("next"), if_version=3)).version == 4
+
+
+async def test_a_board_that_is_not_behind_keeps_its_preferences(board: Board) -> None:
+    stored = [await board.put_preference(document(name)) for name in ("first", "second")]
+    older = [Preference(version=number, document=document(f"p{number}")) for number in (1, 2)]
+    assert not await board.restore_preferences(older)
+    assert [await board.preference(one.version) for one in stored] == stored
+
+    newer = Preference(version=5, document=document("newer"))
+    assert await board.restore_preferences([newer])
+    assert await board.preference() == newer

@@ -11,7 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sao.ids import uuid7
-from sao.streams.base import AppendStatus, DeadLetter, Delivery, FencedError, StreamName, TrajectoryStreams
+from sao.slots import Slots
+from sao.streams.base import (
+    AppendStatus,
+    DeadLetter,
+    Delivery,
+    FencedError,
+    StreamName,
+    StreamUnavailableError,
+    TrajectoryStreams,
+)
 from tests.support.stores import Stores, open_stores
 
 TRAJECTORIES, SCORED = StreamName.TRAJECTORIES, StreamName.SCORED
@@ -351,3 +360,62 @@ async def _one_place(store_url: str | None, steps: list[tuple[str, str, int]]) -
         assert len(places) == len(set(places))
         assert set(places) <= accepted
         assert len(places) + gone == len(accepted)
+
+
+async def test_nothing_is_accepted_or_leased_before_a_trainer_has_claimed_the_store(store_url: str | None) -> None:
+    async with open_stores(store_url, claimed=False) as stores:
+        trajectory_id = uuid7()
+        for call in (
+            stores.streams.append(trajectory_id, b"payload", ordinal=0, sample=0, fields={}),
+            stores.ledger.lease("w", 1, limit=9, now_ms=1, ttl_ms=1, deadline_ms=9),
+        ):
+            with pytest.raises(StreamUnavailableError, match="no trainer has claimed this store"):
+                await call
+        assert await stores.streams.unconsumed() == 0
+        await stores.board.new_trainer_epoch()
+        status = await stores.streams.append(trajectory_id, b"payload", ordinal=0, sample=0, fields={})
+        assert status is AppendStatus.ACCEPTED
+        (lease,) = await stores.ledger.lease("w", 1, limit=9, now_ms=1, ttl_ms=1, deadline_ms=9)
+        assert lease.ordinal == 1
+
+
+async def test_what_was_appended_is_recognised_whatever_became_of_it(stores: Stores) -> None:
+    settled, waiting = await stores.append(0), await stores.append(1)
+    await stores.streams.open_consumer(TRAJECTORIES, "r")
+    (delivery, _) = await stores.streams.read(TRAJECTORIES, "r", count=2, block_ms=0)
+    assert await stores.streams.settle([delivery], "r", epoch=await stores.board.epoch()) == 1
+    asked = [settled, waiting, *(uuid7() for _ in range(1500))]
+    assert await stores.streams.recognised(asked) == {settled, waiting}
+    assert await stores.streams.recognised([]) == set()
+
+
+@given(
+    done=st.sets(st.integers(0, 30)),
+    appended=st.sets(st.integers(0, 12)),
+    leased=st.integers(0, 12),
+)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_restored_slots_are_done_as_if_they_had_been_appended(
+    store_url: str | None, done: set[int], appended: set[int], leased: int
+) -> None:
+    async with open_stores(store_url) as stores:
+        for ordinal in appended:
+            await stores.append(ordinal)
+        await stores.ledger.lease("w", leased, limit=100, now_ms=1, ttl_ms=1, deadline_ms=9)
+        slots = Slots()
+        for slot in done:
+            slots.add(slot)
+
+        for _ in range(2):  # a start that was killed does it again
+            await stores.streams.restore(slots)
+
+        expected = done | appended
+        state = await stores.ledger.state(now_ms=1)
+        assert state.frontier_ordinal == next(n for n in range(100) if n not in expected)
+        for slot in sorted(done - appended):
+            status = await stores.streams.append(uuid7(), b"", ordinal=slot, sample=0, fields={})
+            assert status is AppendStatus.SUPERSEDED
+        leases = await stores.ledger.lease("v", 50, limit=100, now_ms=5, ttl_ms=1, deadline_ms=9)
+        granted = [one.ordinal for one in leases]
+        assert not expected & set(granted)
+        assert set(range(max([*granted, 0]))) <= expected | set(granted)

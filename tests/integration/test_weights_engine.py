@@ -67,7 +67,7 @@ class Service:
     async def publish(
         self, source: Path, oracle: Callable[[Path, Sequence[int]], list[float]] = transformers_logprobs
     ) -> Manifest:
-        if self.board.epoch == 0:
+        if self.board.newest_epoch == 0:
             await self.board.new_trainer_epoch()
         manifest = publish_checkpoint(self.store, source, oracle, update=self.updates)
         self.updates += 1

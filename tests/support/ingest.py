@@ -84,6 +84,7 @@ async def memory_ingest(
 ) -> AsyncIterator[Ingest]:
     """The ingest over in-memory twins."""
     board = board or MemoryBoard()
+    board.claimed = True
     streams = streams or MemoryStreams(board)
     config = load_run_config(None, ["ingest.max_message_mb=1", "ingest.max_tokens=512", *sets], env={})
     async with serving(config, streams, board, MemoryLeaseLedger(streams), opened=opened) as ingest:

@@ -21,6 +21,7 @@ from sao.invariants import Limits
 from sao.outcome import RewardOutcome, Scored
 from sao.preference import PreferenceDocument
 from sao.routing import replayed_routing
+from sao.slots import Slots
 from sao.streams.base import StreamName, TrajectoryStreams, routed_experts_key
 from sao.streams.memory import MemoryStreams
 from sao.telemetry.health import Health
@@ -34,10 +35,11 @@ from services.trainer.consumer import Consumer
 from services.trainer.core.baselines import reward_range
 from services.trainer.core.update import Update, UpdateSettings, UpdateStats
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
-from services.trainer.publisher import Publisher, new_epoch
+from services.trainer.publisher import Publisher
 from services.trainer.ranks import Ranks
 from services.trainer.records import drops_so_far
-from services.trainer.recovery import lost_work, undone_ids
+from services.trainer.recovery import lost_work, never_again, undone
+from services.trainer.restoring import claim_store
 
 ROOT = "v00000001"
 """The first version a fresh trainer publishes."""
@@ -158,8 +160,18 @@ class Trainer:
         restored = checkpoints.newest()
         store = FileSystemVersionStore(config.versions_dir, 0)
         archive = Archive(config.run.dir / "archive")
-        epoch = await new_epoch(world.board, store, archive)
-        progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
+        progress = restored.progress if restored is not None else fresh_progress(config.run.name)
+        again = undone(archive, progress, config.samples)
+        claim = await claim_store(
+            config.run.dir,
+            board=world.board,
+            streams=world.streams,
+            store=store,
+            archive=archive,
+            done=never_again(progress, again.values()),
+            samples=config.samples,
+            horizon_h=config.ingest.seen_horizon_h,
+        )
         backend = TorchReferenceBackend(config, world.initial)
         ranks = Ranks(backend, Update(backend, UpdateSettings.of(config)))
         if restored is not None:
@@ -169,10 +181,11 @@ class Trainer:
             world.board,
             config.trainer,
             _limits(config, world.initial),
-            epoch=epoch,
-            restored=progress.unsettled_ids,
+            epoch=claim.epoch,
+            restored=[] if claim.forgot else progress.unsettled_ids,
             forgone=progress.forgone_ids,
-            undone=undone_ids(archive, progress),
+            undone=again,
+            done=Slots(progress.done),
             dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
             defer_consumed=config.algorithm.synchronous,
             reward_range=reward_range(config),
@@ -182,7 +195,7 @@ class Trainer:
             store=store,
             board=world.board,
             run=config.run.name,
-            epoch=epoch,
+            epoch=claim.epoch,
             initial=world.initial,
             canary=canary_sequences([[1, 5, 6]], 32, 0),
             keep_versions=4,
@@ -199,7 +212,7 @@ class Trainer:
             checkpoints,
             archive,
             health,
-            epoch,
+            claim.epoch,
         )
         return cls(world, TrainerLoop(parts, progress), parts, backend)
 

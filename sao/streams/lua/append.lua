@@ -1,11 +1,16 @@
 #!lua
 -- Make one trajectory durable, release its lease, mark it unconsumed; or change nothing.
--- KEYS: stream, payload, seen bucket, unconsumed, frontier, winners, lease-expiry, leases, routed experts
+-- KEYS: stream, payload, seen bucket, unconsumed, frontier, winners, lease-expiry, leases, routed experts, board
 -- ARGV: id, payload, slot, seen time to live (ms), routed experts (empty: none), then field, value, ...
 -- No allow-oom flag: at the memory bound the server refuses the whole script before its first line.
 local stream, payload, seen, unconsumed = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local frontier_key, winners, expiry, leases = KEYS[5], KEYS[6], KEYS[7], KEYS[8]
 local id, slot = ARGV[1], ARGV[3]
+
+-- A store that lost its file knows neither ids nor done slots: it would take what was trained long ago for new.
+if redis.call('HEXISTS', KEYS[10], 'epoch') == 0 then
+  return redis.error_reply('NOEPOCH no trainer has claimed this store; one that starts claims and restores it')
+end
 
 if redis.call('SISMEMBER', seen, id) == 1 then return 'duplicate' end
 local frontier = tonumber(redis.call('GET', frontier_key) or '0')

@@ -11,6 +11,7 @@ import grpc.aio
 
 from sao import board as boards
 from sao import streams as trajectory_streams
+from sao.accepted import AcceptedLog
 from sao.board.base import Board
 from sao.config import RunConfig
 from sao.invariants import Limits
@@ -51,8 +52,9 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     board = boards.connect(config)
     streams = trajectory_streams.connect(config)
     ledger = leases.connect(config)
+    accepted = AcceptedLog(config.run.dir)
     try:
-        servicer = make_servicer(config, streams=streams, board=board, ledger=ledger)
+        servicer = make_servicer(config, streams=streams, board=board, ledger=ledger, accepted=accepted)
         server, port = make_server(config, servicer)
         await server.start()
         log.info("serving", address=f"{config.ingest.bind}:{port}")
@@ -65,6 +67,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
             await _watch(streams, ledger, health, PressureWatch(config.redis), stop)
         await server.stop(_GRACE_S)
     finally:
+        accepted.close()
         await ledger.close()
         await streams.close()
         await board.close()
@@ -85,7 +88,12 @@ def limits_for(config: RunConfig, vocab_size: int, routing: RoutingShape | None 
 
 
 def make_servicer(
-    config: RunConfig, *, streams: TrajectoryStreams, board: Board, ledger: LeaseLedger
+    config: RunConfig,
+    *,
+    streams: TrajectoryStreams,
+    board: Board,
+    ledger: LeaseLedger,
+    accepted: AcceptedLog | None = None,
 ) -> IngestServicer:
     """The service over these stores; it refuses everything until it is opened."""
     metrics.ADMISSION_LIMIT.set(config.admission_limit)
@@ -95,6 +103,7 @@ def make_servicer(
         ledger=ledger,
         known=KnownVersions(board),
         admission=Admission(streams, board, back_pressure_at=config.redis.back_pressure_at),
+        accepted=accepted,
     )
 
 

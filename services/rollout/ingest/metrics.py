@@ -6,6 +6,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 TRAJECTORIES = Counter("sao_ingest_trajectories_total", "Published trajectories, by the answer", ["status"])
 UNDECODABLE = Counter("sao_ingest_undecodable_requests_total", "Requests whose bytes were no message of their kind")
+UNNOTED = Counter("sao_ingest_unnoted_trajectories_total", "Accepted, but not written down beside the store")
 VIOLATIONS = Counter("sao_ingest_violations_total", "Violated invariants", ["code"])
 TRAJECTORY_TOKENS = Histogram(
     "sao_ingest_trajectory_tokens", "Length of accepted trajectories", buckets=[2**n for n in range(4, 19)]

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from sao.accepted import AcceptedLog
 from sao.config import RunConfig
 from sao.ids import uuid7_unix_ms
 from sao.invariants import Limits, routing_violations, unknown_versions, violations
@@ -27,6 +28,7 @@ from sao.streams.base import (
     TrajectoryStreams,
     routed_experts_key,
 )
+from sao.streams.dispatch import slot_of
 from sao.telemetry.logs import get_logger
 from sao.v1 import ingest_pb2 as pb
 from sao.v1 import ingest_pb2_grpc, trajectory_pb2
@@ -82,6 +84,7 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
         ledger: LeaseLedger,
         known: KnownVersions,
         admission: Admission,
+        accepted: AcceptedLog | None = None,
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ) -> None:
         self._config = config
@@ -89,6 +92,8 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
         self._ledger = ledger
         self._known = known
         self._admission = admission
+        self._accepted = accepted
+        self._noting = True
         self._clock_ms = clock_ms
         self._limits: Limits | None = None
 
@@ -151,11 +156,27 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
             note("trajectory refused", trajectory=trajectory.id[:64], why=refusal.label, text=str(refusal))
             raise
         metrics.TRAJECTORIES.labels(status.value).inc()
+        if status is not AppendStatus.SUPERSEDED:
+            self._note(trajectory)
         if status is AppendStatus.ACCEPTED:
             tokens = sum(len(segment.token_ids) for segment in trajectory.segments) + len(trajectory.prompt_token_ids)
             metrics.TRAJECTORY_TOKENS.observe(tokens)
         log.info("trajectory published", trajectory=trajectory.id, ordinal=trajectory.ordinal, status=status.value)
         return _STATUS[status]
+
+    def _note(self, trajectory: trajectory_pb2.Trajectory) -> None:
+        """Write down, before the worker is told, that it is in the store; a duplicate may not be written down yet."""
+        if self._accepted is None:
+            return
+        try:
+            self._accepted.note(trajectory.id, slot_of(trajectory.ordinal, trajectory.sample, self._config.samples))
+        except OSError as error:
+            metrics.UNNOTED.inc()
+            if self._noting:
+                log.error("accepted, but not written down: a loss of the store would not name it", reason=str(error))  # noqa: TRY400
+            self._noting = False
+        else:
+            self._noting = True
 
     async def _accept(self, trajectory: trajectory_pb2.Trajectory, routed_experts: bytes) -> AppendStatus:
         limits = self._serving()

@@ -54,7 +54,8 @@ class LeaseLedger(Protocol):
         """Up to `max_leases` new leases, fewer where `limit` (RunConfig.admission_limit) asks for it.
 
         `ttl_ms` is a duration, `deadline_ms` the Unix time past which no renewal reaches; ValueError when the
-        deadline is not after `now_ms`. Raises StreamFullError at the store's memory bound.
+        deadline is not after `now_ms`. Raises StreamFullError at the store's memory bound, StreamUnavailableError
+        until a trainer has claimed the store.
         """
 
     async def renew(self, worker_id: str, lease_ids: Sequence[str], *, now_ms: int, ttl_ms: int) -> list[Lease]:

@@ -19,6 +19,7 @@ class MemoryLeaseLedger:
         self, worker_id: str, max_leases: int, *, limit: int, now_ms: int, ttl_ms: int, deadline_ms: int
     ) -> list[Lease]:
         check_deadline(now_ms, deadline_ms)
+        self._streams.require_claimed()
         dispatch = self._streams.dispatch
         live = sum(held.expires_ms > now_ms for held in dispatch.leases.values())
         free = min(max_leases, limit - live - await self._streams.unconsumed())

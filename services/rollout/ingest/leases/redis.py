@@ -37,6 +37,7 @@ class RedisLeaseLedger:
         check_deadline(now_ms, deadline_ms)
         names = self._keys
         keys = [names.cursor, names.frontier, names.winners, names.lease_expiry, names.leases, names.unconsumed]
+        keys.append(names.board)
         args: list[Arg] = [worker_id, max_leases, limit, now_ms, ttl_ms, deadline_ms]
         with redis_errors(f"lease prompts to {worker_id}"):
             flat: list[bytes] = await self._scripts.run("lease", keys, args)

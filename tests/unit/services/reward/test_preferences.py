@@ -3,10 +3,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from pydantic import SecretStr
 
 from sao.board.base import PreferenceConflictError
@@ -17,6 +19,7 @@ from sao.streams.base import StreamUnavailableError
 from sao.tasks.writing import Writing
 from sao.telemetry.health import Health
 from services.reward.app import create_app
+from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import MAX_BODY_BYTES, ensure_preference
 
 TASK = Writing()
@@ -26,9 +29,14 @@ AWAY = StreamUnavailableError("no answer within 5 s")
 URL = "/v1/preferences"
 
 
-def client_of(board: Any, token: str | None = None) -> httpx.AsyncClient:
-    app = create_app(TASK, board, Health(60.0), SecretStr(token) if token else None)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://reward")
+def app_of(board: Any, run_dir: Path, token: str | None = None) -> FastAPI:
+    keeper = Keeper(board, PreferenceFolder(run_dir))
+    return create_app(TASK, board, Health(60.0), SecretStr(token) if token else None, keeper)
+
+
+def client_of(board: Any, run_dir: Path, token: str | None = None) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app_of(board, run_dir, token))
+    return httpx.AsyncClient(transport=transport, base_url="http://reward")
 
 
 @pytest.fixture
@@ -37,9 +45,9 @@ def board() -> MemoryBoard:
 
 
 @pytest.fixture
-async def client(board: MemoryBoard) -> AsyncIterator[httpx.AsyncClient]:
+async def client(board: MemoryBoard, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     await board.put_preference(CUTE)
-    async with client_of(board) as made:
+    async with client_of(board, tmp_path) as made:
         yield made
 
 
@@ -154,10 +162,10 @@ async def test_another_method_is_refused(client: httpx.AsyncClient) -> None:
     problem(await client.get("/v2/preferences"), 404)
 
 
-async def test_with_a_token_only_its_bearer_may_read_or_write(board: MemoryBoard) -> None:
+async def test_with_a_token_only_its_bearer_may_read_or_write(board: MemoryBoard, tmp_path: Path) -> None:
     await board.put_preference(CUTE)
     good = {"Authorization": "Bearer s3cret"}
-    async with client_of(board, token="s3cret") as client:
+    async with client_of(board, tmp_path, token="s3cret") as client:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "s3cret"}):
             response = await client.put(URL, content=CLASSICAL.model_dump_json(), headers=headers)
             problem(response, 401)
@@ -168,12 +176,12 @@ async def test_with_a_token_only_its_bearer_may_read_or_write(board: MemoryBoard
         assert (await client.put(URL, content=CLASSICAL.model_dump_json(), headers=good)).status_code == 200
 
 
-async def test_a_store_that_does_not_answer_is_503() -> None:
+async def test_a_store_that_does_not_answer_is_503(tmp_path: Path) -> None:
     class Away(MemoryBoard):
         async def preference(self, version: int | None = None) -> Preference | None:
             raise AWAY
 
-    async with client_of(Away()) as client:
+    async with client_of(Away(), tmp_path) as client:
         response = await client.get(URL)
     assert "no answer within 5 s" in problem(response, 503)["detail"]
     assert response.headers["retry-after"] == "1"
@@ -221,9 +229,9 @@ async def test_two_services_that_start_together_agree_on_the_first_preference() 
 
 
 async def test_a_client_that_hangs_up_within_its_document_changes_nothing_and_raises_nothing(
-    board: MemoryBoard,
+    board: MemoryBoard, tmp_path: Path
 ) -> None:
-    app = create_app(TASK, board, Health(60.0), None)
+    app = app_of(board, tmp_path)
     messages: Iterator[MutableMapping[str, Any]] = iter(
         [{"type": "http.request", "body": b'{"name": ', "more_body": True}, {"type": "http.disconnect"}]
     )

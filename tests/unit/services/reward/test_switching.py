@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import httpx
 
@@ -13,17 +14,18 @@ from sao.preference import PreferenceDocument
 from sao.streams.memory import MemoryStreams
 from sao.telemetry.health import Health
 from services.reward.app import create_app
+from services.reward.preference_folder import Keeper, PreferenceFolder
 from tests.support.scored_tasks import always, append, scored
 from tests.unit.services.reward.test_consumer import consuming
 
 WANT_STYLE = PreferenceDocument(name="second", weights={"style": 1.0})
 
 
-async def test_every_scoring_that_starts_after_the_answer_carries_the_new_version() -> None:
+async def test_every_scoring_that_starts_after_the_answer_carries_the_new_version(tmp_path: Path) -> None:
     streams, board = MemoryStreams(), MemoryBoard()
     task = always(correct=1.0, style=0.25)
     await board.put_preference(task.default_preference)
-    app = create_app(task, board, Health(60.0), None)
+    app = create_app(task, board, Health(60.0), None, Keeper(board, PreferenceFolder(tmp_path)))
     count, changes, answered = 200, 4, {1: 0.0}
     async with (
         consuming(streams, task, board=board),

@@ -31,7 +31,7 @@ def new_world(tiny_checkpoints: tuple[Path, Path], tmp_path: Path) -> NewWorld:
             "trainer.max_lag=100",
             "checkpoint.starved_after_s=3600",
         ]
-        board = MemoryBoard()
+        board = MemoryBoard(claimed=True)
         config = load_run_config(None, [*base, *sets], env={})
         return World(config, tiny_checkpoints[0], board=board, streams=MemoryStreams(board, samples=config.samples))
 

@@ -256,8 +256,10 @@ async def test_a_run_that_lost_its_board_goes_on(new_world: NewWorld) -> None:
     trainer = await world.start()
     await trainer.run_updates(0)
 
-    (record,) = (await board.versions()).values()
-    assert (record.update, record.parent, record.epoch) == (1, None, 4)
+    versions = await board.versions()
+    assert sorted(versions) == [f"v{number:08d}" for number in range(1, 6)]
+    newest = versions["v00000005"]
+    assert (newest.update, newest.parent, newest.epoch) == (1, "v00000002", 4)
 
 
 async def test_a_finished_run_ends_at_once_and_a_longer_one_goes_on(new_world: NewWorld) -> None:

@@ -18,7 +18,7 @@ from sao.streams.memory import MemoryStreams
 from sao.v1 import archive_pb2, trajectory_pb2
 from services.trainer.checkpoint import Progress
 from services.trainer.loop import fresh_progress
-from services.trainer.recovery import effective_steps, lost_work, recent_values, undone_ids
+from services.trainer.recovery import effective_steps, lost_work, recent_values, undone
 
 WARM_UP = 2
 SCORED = Scored(components={"right": 1.0}, value=1.0, scored_under=1, scoring_started_s=1.0)
@@ -42,7 +42,7 @@ class Run:
     streams: Streams = field(default_factory=Streams)
     numbers: Iterator[int] = field(default_factory=count)
     epoch: int = 1
-    begun: Progress = field(default_factory=lambda: fresh_progress("unit", 1))
+    begun: Progress = field(default_factory=lambda: fresh_progress("unit"))
     update: int = 0
     critic_only: int = 0
     held: list[str] = field(default_factory=list)
@@ -93,13 +93,13 @@ class Run:
     async def restart(self, fall_back: int) -> None:
         del self.checkpoints[len(self.checkpoints) - min(fall_back, len(self.checkpoints)) :]
         self.epoch += 1
-        self.begun, self.held, self.chain = fresh_progress("unit", self.epoch), [], []
+        self.begun, self.held, self.chain = fresh_progress("unit"), [], []
         if self.checkpoints:
             self.begun, held, chain = self.checkpoints[-1]
             self.held, self.chain = list(held), list(chain)
         self.update, self.critic_only = self.begun.update, self.begun.critic_only
 
-        assert undone_ids(self.archive, self.begun) >= self.ever - set(self.held)
+        assert undone(self.archive, self.begun, 1).keys() >= self.ever - set(self.held)
         again = [lost.trajectory.id for lost in await lost_work(self.archive, self.begun, self.streams)]
 
         assert len(again) == len(set(again))

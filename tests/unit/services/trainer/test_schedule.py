@@ -67,7 +67,7 @@ def test_without_a_critic_the_policy_trains_at_once() -> None:
 
 
 def test_a_checkpoint_of_an_earlier_release_goes_on_with_its_warm_up() -> None:
-    fields = fresh_progress("unit", 1).model_dump(exclude={"pretraining"}) | {"critic_only": 1, "consumed": 4}
+    fields = fresh_progress("unit").model_dump(exclude={"pretraining"}) | {"critic_only": 1, "consumed": 4}
     old = Progress.model_validate(fields)
 
     pretraining = SCHEDULE.resumed(old.pretraining)

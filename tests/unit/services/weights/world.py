@@ -65,7 +65,7 @@ class World:
             await keeper.restore()
 
     async def publish(self, seed: int) -> Manifest:
-        if self.board.epoch == 0:
+        if self.board.newest_epoch == 0:
             await self.board.new_trainer_epoch()
         source = write_toy_checkpoint(self.folder / f"seed{seed}", seed)
         manifest = publish_checkpoint(self.store, source, checkpoint_logprobs, update=self.updates)

@@ -1,10 +1,14 @@
 #!lua
 -- Give out slots: those whose lease ran out first, then new ones, never more than the limit allows.
--- KEYS: cursor, frontier, winners, lease-expiry, leases, unconsumed
+-- KEYS: cursor, frontier, winners, lease-expiry, leases, unconsumed, board
 -- ARGV: worker, most wanted, limit, now (ms), time to live (ms), deadline (ms)
 -- Returns slot, attempt, expires (ms) of each grant, in one flat list.
 local cursor_key, winners, expiry, leases = KEYS[1], KEYS[3], KEYS[4], KEYS[5]
 local worker, now, deadline = ARGV[1], ARGV[4], ARGV[6]
+-- As in append.lua: before a trainer has restored what is done, done slots would be given out again.
+if redis.call('HEXISTS', KEYS[7], 'epoch') == 0 then
+  return redis.error_reply('NOEPOCH no trainer has claimed this store; one that starts claims and restores it')
+end
 local expires = string.format('%d', math.min(tonumber(now) + tonumber(ARGV[5]), tonumber(deadline)))
 
 local live = redis.call('ZCOUNT', expiry, '(' .. now, '+inf')

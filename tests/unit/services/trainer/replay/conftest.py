@@ -45,7 +45,7 @@ def config_of(folder: Path, model: Path, *sets: str) -> RunConfig:
 
 def world_of(config: RunConfig) -> World:
     """An empty run whose folder holds its run file, as `sao up` leaves it."""
-    board = MemoryBoard()
+    board = MemoryBoard(claimed=True)
     assert config.model.path is not None
     config.run.dir.mkdir(parents=True)
     (config.run.dir / "run.toml").write_text(dump_run_config(config))

@@ -1,0 +1,154 @@
+"""The trainer's first step: claim the store, and give back what it has forgotten.
+
+A store that was restarted without its file has lost epochs, versions, the slots that are done, and whatever waited in
+it; with an older file, the newest of each. Until a trainer claims an epoch, a store that has none takes no trajectory
+and gives out no prompt, so that there is time for this order:
+
+1. name what is lost: accepted (`sao.accepted`), neither trained on nor dropped, and no longer known to the store
+2. have done slots done again, and known versions known again; whatever is lost is not among them: it is leased anew
+3. claim an epoch above every one that the run's folder knows
+
+Each step may be repeated, so a start that is killed in the middle is made good by the next one. Preferences are the
+reward service's to give back.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from sao.accepted import accepted
+from sao.archive import Archive
+from sao.board.base import Board, VersionRecord
+from sao.ids import uuid7_unix_ms
+from sao.slots import Slots
+from sao.streams.base import TrajectoryStreams
+from sao.telemetry.logs import get_logger
+from sao.weights.base import VersionStore
+from services.trainer import metrics
+from services.trainer.outage import ride_out
+
+log = get_logger(__name__)
+
+LOST_FILE = "lost.jsonl"
+_HOUR_MS = 3_600_000
+_SHOWN = 20
+
+
+class Lost(BaseModel):
+    """A line of `<run.dir>/lost.jsonl`: an accepted trajectory that the store has lost."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    trajectory: str
+    ordinal: int
+    sample: int
+    found_s: float
+    """Unix seconds of the start that missed it."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """How the store was found, and the epoch that is this process's own."""
+
+    epoch: int
+    forgot: bool
+    """It knew an older epoch than the run's folder does, or none."""
+
+
+async def claim_store(
+    run_dir: Path,
+    *,
+    board: Board,
+    streams: TrajectoryStreams,
+    store: VersionStore,
+    archive: Archive,
+    done: Slots,
+    samples: int,
+    horizon_h: int,
+) -> Claim:
+    """Find out what is lost, restore what is known, claim an epoch; `done` is what this trainer trains on no more."""
+    known = known_epoch(store, archive)
+    found = await ride_out(board.epoch)
+    forgot = found < known
+    if forgot:
+        metrics.STORE_RESTORED.inc()
+        log.error("the store has forgotten this run: restoring it from the run's folder", epoch=found, known=known)
+    since_ms = 0 if forgot and found == 0 else time.time_ns() // 1_000_000 - horizon_h * _HOUR_MS
+    lost = await _lost(run_dir, streams, done, since_ms)
+    if lost:
+        _tell(run_dir, lost, samples)
+    if forgot:
+        await ride_out(partial(streams.restore, done))
+        await _announce(board, store)
+    while (epoch := await ride_out(board.new_trainer_epoch)) <= known:
+        continue
+    return Claim(epoch, forgot)
+
+
+def known_epoch(store: VersionStore, archive: Archive) -> int:
+    """The newest trainer epoch that has committed a version or begun to work; 0: none."""
+    newest = store.names()[-1:]
+    return max(store.manifest(newest[0]).trainer_epoch if newest else 0, archive.newest_epoch())
+
+
+def named_lost(run_dir: Path) -> set[str]:
+    """Ids that an earlier start has named."""
+    path = run_dir / LOST_FILE
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return {Lost.model_validate_json(line).trajectory for line in lines}
+
+
+async def _lost(run_dir: Path, streams: TrajectoryStreams, done: Slots, since_ms: int) -> dict[str, int]:
+    """Slots by id. Of ids older than the store's horizon nothing can be told while it has its file."""
+    open_ids = {one: slot for one, slot in accepted(run_dir) if slot not in done and uuid7_unix_ms(one) >= since_ms}
+    if not open_ids:
+        return {}
+    told = named_lost(run_dir)
+    asked = sorted((one for one in open_ids if one not in told), key=lambda one: (open_ids[one], one))
+    there = await ride_out(partial(streams.recognised, asked))
+    return {one: open_ids[one] for one in asked if one not in there}
+
+
+def _tell(run_dir: Path, lost: dict[str, int], samples: int) -> None:
+    """Durable before the slots are leased again."""
+    now = time.time()
+    rows = []
+    for trajectory_id, slot in lost.items():
+        ordinal, sample = divmod(slot, samples)
+        rows.append(Lost(trajectory=trajectory_id, ordinal=ordinal, sample=sample, found_s=now))
+    _append_lines(run_dir / LOST_FILE, rows)
+    metrics.STORE_LOST.inc(len(rows))
+    log.error(
+        "accepted trajectories are lost with the store, their prompts are leased again",
+        lost=len(rows),
+        all_of_them=str(run_dir / LOST_FILE),
+        ordinals=[row.ordinal for row in rows[:_SHOWN]],
+        trajectories=[row.trajectory for row in rows[:_SHOWN]],
+    )
+
+
+def _append_lines(path: Path, rows: Iterable[BaseModel]) -> None:
+    with path.open("ab") as file:
+        file.write(b"".join(row.model_dump_json().encode() + b"\n" for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+async def _announce(board: Board, store: VersionStore) -> None:
+    """Every version that the run's folder holds, oldest first."""
+    there: Collection[str] = (await ride_out(board.versions)).keys()
+    newest = await ride_out(board.epoch)
+    for name in store.names():
+        manifest = store.manifest(name)
+        if name not in there and manifest.trainer_epoch >= newest:
+            record = VersionRecord(
+                name=name, update=manifest.update, parent=manifest.parent, epoch=manifest.trainer_epoch
+            )
+            await ride_out(partial(board.announce_version, record))

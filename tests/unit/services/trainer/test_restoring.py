@@ -1,0 +1,144 @@
+"""A trainer that starts on a store which has forgotten: what is lost is named and leased again, the rest is done."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import cast
+
+import pytest
+
+from sao.accepted import AcceptedLog
+from sao.board.memory import MemoryBoard
+from sao.streams.base import AppendStatus, StoreEmptiedError, StreamUnavailableError
+from sao.streams.memory import MemoryStreams
+from sao.v1 import trajectory_pb2 as pb
+from services.rollout.ingest.leases.memory import MemoryLeaseLedger
+from services.trainer import loop
+from services.trainer.restoring import LOST_FILE
+from tests.support.training import World, random_trajectory
+from tests.unit.services.trainer.conftest import NewWorld
+from tests.unit.services.trainer.test_loop import rows
+
+
+def messages(world: World, count: int) -> list[pb.Trajectory]:
+    """Trajectories with ids, that can be delivered to more than one store."""
+    return [random_trajectory(random.Random(seed), world.config.run.name) for seed in range(count)]
+
+
+async def deliver(world: World, *trajectories: pb.Trajectory, first: int) -> list[str]:
+    """Put them on the scored stream from this ordinal on, and write them down as ingest does."""
+    log = AcceptedLog(world.config.run.dir)
+    for ordinal, trajectory in enumerate(trajectories, start=first):
+        await world.deliver(trajectory, place=(ordinal, 0))
+        log.note(trajectory.id, ordinal)
+    log.close()
+    return [trajectory.id for trajectory in trajectories]
+
+
+def empty(world: World) -> MemoryBoard:
+    """Restart the store without its file."""
+    board = MemoryBoard()
+    world.board, world.streams = board, MemoryStreams(board, samples=world.config.samples)
+    return board
+
+
+async def leased(world: World, count: int) -> list[int]:
+    ledger = MemoryLeaseLedger(cast("MemoryStreams", world.streams))
+    return [one.ordinal for one in await ledger.lease("w", count, limit=99, now_ms=1, ttl_ms=9, deadline_ms=99)]
+
+
+def told(world: World) -> list[Mapping[str, object]]:
+    path = world.config.run.dir / LOST_FILE
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def test_what_waited_is_named_and_leased_again_and_what_was_trained_is_not(new_world: NewWorld) -> None:
+    world = new_world("run.updates=9", "checkpoint.every_updates=1")
+    ids = await deliver(world, *messages(world, 7), first=0)
+    await (await world.start()).run_updates(2)
+    empty(world)
+    with pytest.raises(StreamUnavailableError, match="no trainer has claimed"):
+        await leased(world, 1)
+
+    await world.start()
+
+    assert [(row["trajectory"], row["ordinal"]) for row in told(world)] == [(ids[n], n) for n in (4, 5, 6)]
+    assert await leased(world, 5) == [4, 5, 6, 7, 8]
+    again = await world.streams.append(ids[0], b"a spool still had it", ordinal=0, sample=0, fields={})
+    assert again is AppendStatus.SUPERSEDED
+
+
+async def test_what_was_archived_and_not_checkpointed_trains_again_and_is_not_lost(new_world: NewWorld) -> None:
+    world = new_world("run.updates=9", "checkpoint.every_updates=9")
+    ids = await deliver(world, *messages(world, 7), first=0)
+    first = await world.start()
+    await first.run_until_crash(first.parts.ranks, "finish", at=3)
+    empty(world)
+
+    second = await world.start()
+    await second.run_updates(2)
+
+    assert [row["trajectory"] for row in told(world)] == ids[4:]
+    assert [trained.id for row in rows(world)[-2:] for trained in row.trajectories] == ids[:4]
+    assert await leased(world, 2) == [4, 5]
+
+
+async def test_each_loss_is_named_once(new_world: NewWorld) -> None:
+    world = new_world("run.updates=9")
+    *trained, lost, lost_again = await deliver(world, *messages(world, 4), first=0)
+    assert trained
+    await (await world.start()).run_updates(1)
+    empty(world)
+    await world.start()
+    await world.start()
+    assert [row["trajectory"] for row in told(world)] == [lost, lost_again]
+
+    (replacement,) = await deliver(world, random_trajectory(random.Random(9), "unit"), first=2)
+    empty(world)
+    await world.start()
+    assert [row["trajectory"] for row in told(world)] == [lost, lost_again, replacement]
+
+
+async def test_a_store_with_its_file_has_lost_nothing(new_world: NewWorld) -> None:
+    world = new_world("run.updates=9")
+    await deliver(world, *messages(world, 5), first=0)
+    await (await world.start()).run_updates(1)
+    await (await world.start()).run_updates(1)
+    assert told(world) == []
+
+
+async def test_an_older_file_is_brought_up_to_date_and_nothing_trains_twice(new_world: NewWorld) -> None:
+    world = new_world("run.updates=9", "checkpoint.every_updates=1")
+    early, late = messages(world, 7)[:2], messages(world, 7)[2:5]
+    await deliver(world, *early, first=0)
+    await (await world.start()).run_updates(1)
+    _, _, waiting = await deliver(world, *late, first=2)
+    await (await world.start()).run_updates(1)
+
+    # The file is of a moment in the first epoch: it still holds what has been settled since, and lacks what came later.
+    board = empty(world)
+    await board.new_trainer_epoch()
+    for ordinal, trajectory in enumerate(early):
+        await world.deliver(trajectory, place=(ordinal, 0))
+    trainer = await world.start()
+
+    assert trainer.parts.epoch == 3
+    assert [row["trajectory"] for row in told(world)] == [waiting]
+    fresh = await deliver(world, *messages(world, 7)[5:], first=4)
+    await trainer.run_updates(1)
+    assert [trained.id for trained in rows(world)[-1].trajectories] == fresh
+    assert await world.streams.unconsumed() == 0
+
+
+async def test_a_running_trainer_notices_and_ends(new_world: NewWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "EPOCH_S", -1.0)
+    world = new_world("run.updates=9")
+    await world.deliver_many(2)
+    trainer = await world.start()
+    await trainer.run_updates(1)
+    again = await world.start()
+    cast("MemoryBoard", world.board).newest_epoch = 0
+    with pytest.raises(StoreEmptiedError, match="trainer epoch 2: the store knows none"):
+        await again.run()
