@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = "accepted"
+LOST_FILE = "lost.jsonl"
+"""In the run's folder: one line for each of these that the store has lost, written by the trainer's start."""
 
 
 class AcceptedLog:

@@ -11,6 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -34,16 +35,24 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 
 
-class RealBesideUnit(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """All that starts real processes in one worker, one after the other; unit tests beside it in the other."""
+@cache
+def starts_an_engine(file: str) -> bool:
+    """Whether the tests in this file start one, or share the session's."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return "sglang_engine" in text or "pytest.mark.engine" in text
+
+
+class EnginesInOneWorker(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """All that needs an engine in one worker, one after the other; every other file beside it in the other."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0] if nodeid.startswith("tests/unit/") else "real"
+        file = nodeid.partition("::")[0]
+        return "engine" if starts_an_engine(file) else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> RealBesideUnit:
-    """Engines, ports and timings are not shared by tests that run at the same time."""
-    return RealBesideUnit(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> EnginesInOneWorker:
+    """An engine takes a core and gigabytes, and ends when it was not up in time: never two of them at once."""
+    return EnginesInOneWorker(config, log)
 
 
 @pytest.fixture(scope="session")

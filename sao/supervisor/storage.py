@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from sao.accepted import LOST_FILE
 from sao.config import RunConfig
 from sao.store_memory import Pressure, StoreUse, advice, contents, pressure, waiting_dead
 from sao.supervisor.board_view import BoardView
@@ -34,6 +35,7 @@ def storage_notices(config: RunConfig, root: Path, view: BoardView) -> list[str]
     return [
         *store_notices(view.store_use(), config, root),
         *spool_notices(look_into(folder, time.time()), folder),
+        *lost_notices(root / LOST_FILE),
     ]
 
 
@@ -87,6 +89,16 @@ def spool_notices(files: SpoolFiles, folder: Path) -> list[str]:
         do = "their prompts are played again; look at the disk, then delete them"
         lines.append(f"{files.damaged} damaged files (.torn) in {folder}: a crash or the disk cut them short; {do}")
     return lines
+
+
+def lost_notices(file: Path) -> list[str]:
+    """What a person should know of what a store has lost with its file, ever since the run began."""
+    lost = file.read_bytes().count(b"\n") if file.exists() else 0
+    if not lost:
+        return []
+    return [
+        f"{lost} accepted trajectories were lost with the store: {file} names them, their prompts were leased again"
+    ]
 
 
 def _without_password(url: str) -> str:

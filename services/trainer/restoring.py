@@ -23,7 +23,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from sao.accepted import accepted
+from sao.accepted import LOST_FILE, accepted
 from sao.archive import Archive
 from sao.board.base import Board, VersionRecord
 from sao.ids import uuid7_unix_ms
@@ -36,7 +36,6 @@ from services.trainer.outage import ride_out
 
 log = get_logger(__name__)
 
-LOST_FILE = "lost.jsonl"
 _HOUR_MS = 3_600_000
 _SHOWN = 20
 

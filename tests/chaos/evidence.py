@@ -9,6 +9,7 @@ from typing import Any
 
 import redis
 
+from sao.accepted import LOST_FILE
 from sao.archive import Archive
 from sao.redis_client import RunKeys
 from sao.rows import read_rows
@@ -16,7 +17,6 @@ from sao.streams.base import StreamName
 from services.reward.preference_folder import PreferenceFolder
 from services.trainer.checkpoint import CheckpointStore, Progress
 from services.trainer.recovery import effective_steps
-from services.trainer.restoring import LOST_FILE
 from tests.chaos.audit import Evidence
 
 ACKNOWLEDGED = {"accepted", "duplicate"}

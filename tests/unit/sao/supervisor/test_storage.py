@@ -11,7 +11,15 @@ import pytest
 from sao.config import RunConfig, load_run_config
 from sao.streams.base import DeadEvent, DeadTotals
 from sao.supervisor.board_view import BoardView
-from sao.supervisor.storage import WAITS_S, SpoolFiles, look_into, spool_notices, storage_notices, store_notices
+from sao.supervisor.storage import (
+    WAITS_S,
+    SpoolFiles,
+    look_into,
+    lost_notices,
+    spool_notices,
+    storage_notices,
+    store_notices,
+)
 from tests.support.processes import free_port
 from tests.unit.sao.test_store_memory import use_of
 
@@ -74,6 +82,14 @@ def test_only_what_waits_in_a_spool_or_is_damaged_is_counted(tmp_path: Path) -> 
 def test_spools_in_order_or_not_there_are_no_matter(tmp_path: Path) -> None:
     assert look_into(tmp_path / "none", NOW_S) == SpoolFiles()
     assert spool_notices(SpoolFiles(), tmp_path) == []
+
+
+def test_what_a_store_has_lost_is_counted_for_ever(tmp_path: Path) -> None:
+    file = tmp_path / "lost.jsonl"
+    assert lost_notices(file) == []
+    file.write_text("{}\n{}\n")
+    (line,) = lost_notices(file)
+    assert line.startswith(f"2 accepted trajectories were lost with the store: {file} names them")
 
 
 def test_everything_is_read_at_once_and_a_store_that_is_away_hides_no_spool(tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ from typing import cast
 
 import pytest
 
-from sao.accepted import AcceptedLog
+from sao.accepted import LOST_FILE, AcceptedLog
 from sao.board.memory import MemoryBoard
 from sao.streams.base import AppendStatus, StoreEmptiedError, StreamUnavailableError
 from sao.streams.memory import MemoryStreams
 from sao.v1 import trajectory_pb2 as pb
 from services.rollout.ingest.leases.memory import MemoryLeaseLedger
 from services.trainer import loop
-from services.trainer.restoring import LOST_FILE
 from tests.support.training import World, random_trajectory
 from tests.unit.services.trainer.conftest import NewWorld
 from tests.unit.services.trainer.test_loop import rows
