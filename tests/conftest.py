@@ -50,6 +50,11 @@ class EnginesInOneWorker(LoadScopeScheduling):  # type: ignore[misc]  # xdist ha
         return "engine" if starts_an_engine(file) else file
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first."""
+    items.sort(key=lambda item: not starts_an_engine(item.nodeid.partition("::")[0]))
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> EnginesInOneWorker:
     """An engine takes a core and gigabytes, and ends when it was not up in time: never two of them at once."""
     return EnginesInOneWorker(config, log)
