@@ -46,8 +46,8 @@ async def kill_engine_in(state: EngineState, run: WeightsRun, engine: EngineServ
         engine.signal(signal.SIGSTOP)
         run.order("")
         await eventually(lambda: unread(engine.port), what=f"a request of the keeper, see {run.log}", timeout_s=60)
-        engine.kill()
         killed_s = time.monotonic()
+        engine.kill()
         dead = await _out_of_rotation(world, engine)
         out_s = time.monotonic() - killed_s
         async with world.looking():

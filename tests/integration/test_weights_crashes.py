@@ -1,19 +1,24 @@
 """The weights service killed (SIGKILL) at every state of an engine: its successor proves the newest version anew.
 
+Then the store that comes back empty: it is told again, and nothing is proven anew.
+
 Real service processes, Valkey and SGLang. Versions alternate between two checkpoints, so the weights of any other
 version than the newest are wrong, and the engine's checksums tell.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from sao.board.base import EngineState
+from sao.redis_client import RunKeys
 from tests.support.engine import EngineServer
 from tests.support.steered_weights import HALF_LOADED, IN_FLIGHT, UNFLUSHED, after, before
 from tests.support.weights_run import PROBE, Trainer, WeightsRun, oracle, trainer, weights_run
@@ -107,3 +112,21 @@ async def test_the_successor_brings_the_engine_to_the_newest_version(world: Trai
     assert scored == pytest.approx(oracle(run.sources[newest.version], PROBE), abs=1e-5)
     for trouble in ("Traceback", "round failed"):
         assert trouble not in run.log.read_text(), f"of the successor, see {run.log}"
+
+
+async def test_a_store_that_was_emptied_is_told_again_and_the_engine_goes_on(world: Trainer) -> None:
+    run, before_it = world.run, await world.facts()
+    client = redis.Redis.from_url(run.config.redis.url)
+    keys = RunKeys(run.config.run.name)
+    async with world.looking():
+        with contextlib.closing(client):
+            client.delete(keys.board, keys.versions, keys.engines)
+            client.script_flush()
+        found = await world.serves(run.newest.version)
+        assert found == before_it, "it was in rotation all the time, and nothing was loaded"
+        await world.board.new_trainer_epoch()
+        newest = await world.publish()
+        await world.serves(newest.version)
+    assert world.lies == []
+    assert await world.holds(newest.version)
+    assert run.lives
