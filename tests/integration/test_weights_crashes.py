@@ -130,3 +130,15 @@ async def test_a_store_that_was_emptied_is_told_again_and_the_engine_goes_on(wor
     assert world.lies == []
     assert await world.holds(newest.version)
     assert run.lives
+
+
+async def test_the_witness_notices_what_is_not_true(world: Trainer) -> None:
+    """Nobody writes while no service lives, so what is put on the board stays there."""
+    world.run.kill()
+    true, other = await world.facts(), await world.publish()
+    await world.board.write_engine(true)
+    await world.look()
+    assert world.lies == []
+    await world.board.write_engine(true.model_copy(update={"version": other.version}))
+    await world.look()
+    assert world.lies == [f"{other.version} is said to be served, but the weights are others"]

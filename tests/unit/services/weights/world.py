@@ -35,8 +35,7 @@ class RecordingBoard(MemoryBoard):
 
     def empty(self) -> None:
         """The store behind it came back without its file; what was written before stays in `history`."""
-        self.epoch, self._trainer = 0, None
-        self._versions, self._engines = {}, {}
+        super().__init__()
 
     def states(self, engine_id: str = "engine-0") -> list[str]:
         return [facts.state.value for facts in self.history if facts.engine_id == engine_id]
