@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,7 +43,7 @@ from services.trainer.core.update import Update, UpdateSettings
 from services.trainer.launch import own_rank, started_followers
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.outage import ride_out
-from services.trainer.publisher import Publisher, new_epoch
+from services.trainer.publisher import Publisher, new_epoch, roll_back
 from services.trainer.ranks import Ranks, follow
 from services.trainer.records import drops_so_far
 from services.trainer.recovery import lost_work, undone_ids
@@ -89,9 +89,11 @@ async def _train(
     store = FileSystemVersionStore(config.versions_dir, config.checkpoint.free_space_mb << 20)
     archive = Archive(config.run.dir / "archive")
     epoch = await new_epoch(board, store, archive)
+    await roll_back(board, store)
     progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
     refuse_another_algorithm(progress, config)
-    if config.run.updates is not None and progress.update >= config.run.updates and published(store, progress):
+    over = config.run.updates is not None and progress.update >= config.run.updates
+    if over and published(store, progress, await ride_out(board.versions)):
         await ride_out(lambda: board.write_trainer(_finished(progress, epoch, store.names()[-1])))
         log.info("the run is over already", update=progress.update, updates=config.run.updates)
         return
@@ -128,10 +130,10 @@ async def _train(
         await TrainerLoop(parts, progress).run(stop)
 
 
-def published(store: VersionStore, progress: Progress) -> bool:
-    """Whether the newest version holds the last update: not while a guard held it."""
+def published(store: VersionStore, progress: Progress, announced: Collection[str]) -> bool:
+    """Whether the newest version holds the last update, for all to know: not while a guard held it."""
     newest = store.names()[-1:]
-    return bool(newest) and store.manifest(newest[0]).update >= progress.update
+    return bool(newest) and newest[0] in announced and store.manifest(newest[0]).update >= progress.update
 
 
 @contextlib.contextmanager

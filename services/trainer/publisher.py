@@ -1,7 +1,8 @@
 """Publish a policy as a new weight version: a Hugging Face checkpoint, its manifest, its canary, its announcement.
 
 Order: finite? -> files -> manifest -> commit (visible to readers) -> announce on the board. Nothing loads a
-version before the board knows it, so a trajectory that names it is never unknown.
+version before the board knows it, so a trajectory that names it is never unknown. What ends before that is rolled
+back at the next start.
 """
 
 from __future__ import annotations
@@ -111,6 +112,13 @@ async def new_epoch(board: Board, store: VersionStore, archive: Archive) -> int:
     while (epoch := await ride_out(board.new_trainer_epoch)) <= known:
         log.warning("the board knows fewer epochs than the run's folder: was it lost?", found=epoch, of=known)
     return epoch
+
+
+async def roll_back(board: Board, store: VersionStore) -> None:
+    """Remove what earlier trainers, fenced by now, have begun to publish and not announced: no reader knows it."""
+    announced = await ride_out(board.versions)
+    if removed := store.roll_back(announced):
+        log.warning("rolled back an interrupted publication", versions=removed, announced=max(announced, default=""))
 
 
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from services.trainer.consumer import Consumer
 from services.trainer.core.baselines import reward_range
 from services.trainer.core.update import Update, UpdateSettings, UpdateStats
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
-from services.trainer.publisher import Publisher, new_epoch
+from services.trainer.publisher import Publisher, new_epoch, roll_back
 from services.trainer.ranks import Ranks
 from services.trainer.records import drops_so_far
 from services.trainer.recovery import lost_work, undone_ids
@@ -160,6 +160,7 @@ class Trainer:
         archive = Archive(config.run.dir / "archive")
         epoch = await new_epoch(world.board, store, archive)
         progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
+        await roll_back(world.board, store)
         backend = TorchReferenceBackend(config, world.initial)
         ranks = Ranks(backend, Update(backend, UpdateSettings.of(config)))
         if restored is not None:
