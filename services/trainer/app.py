@@ -40,12 +40,12 @@ from services.trainer.checkpoint import Checkpoint, CheckpointStore, Progress
 from services.trainer.consumer import Consumer
 from services.trainer.core.baselines import reward_range
 from services.trainer.core.update import Update, UpdateSettings
+from services.trainer.drops import Drops
 from services.trainer.launch import own_rank, started_followers
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.outage import ride_out
 from services.trainer.publisher import Publisher, new_epoch, roll_back
 from services.trainer.ranks import Ranks, follow
-from services.trainer.records import drops_so_far
 from services.trainer.recovery import lost_work, undone_ids
 from services.trainer.warm_start_key import initial_model_path
 
@@ -98,6 +98,7 @@ async def _train(
         log.info("the run is over already", update=progress.update, updates=config.run.updates)
         return
     initial = _initial_model(config)
+    drops = Drops.of(config.run.dir, epoch, progress.dropped)
     consumer = Consumer(
         streams,
         board,
@@ -107,11 +108,11 @@ async def _train(
         restored=progress.unsettled_ids,
         forgone=progress.forgone_ids,
         undone=undone_ids(archive, progress),
-        dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
+        drops=drops,
         defer_consumed=config.algorithm.synchronous,
         reward_range=reward_range(config),
     )
-    consumer.requeue(await lost_work(archive, progress, streams))
+    consumer.requeue(await lost_work(archive, progress, streams, drops.let_go()))
     publisher = Publisher(
         store=store,
         board=board,

@@ -33,10 +33,10 @@ from services.trainer.checkpoint import CheckpointStore
 from services.trainer.consumer import Consumer
 from services.trainer.core.baselines import reward_range
 from services.trainer.core.update import Update, UpdateSettings, UpdateStats
+from services.trainer.drops import Drops
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.publisher import Publisher, new_epoch, roll_back
 from services.trainer.ranks import Ranks
-from services.trainer.records import drops_so_far
 from services.trainer.recovery import lost_work, undone_ids
 
 ROOT = "v00000001"
@@ -166,6 +166,7 @@ class Trainer:
         if restored is not None:
             ranks.load(restored.backend_dir)
         consumer = Consumer(
+        drops = Drops.of(config.run.dir, epoch, progress.dropped)
             world.streams,
             world.board,
             config.trainer,
@@ -174,11 +175,11 @@ class Trainer:
             restored=progress.unsettled_ids,
             forgone=progress.forgone_ids,
             undone=undone_ids(archive, progress),
-            dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
+            drops=drops,
             defer_consumed=config.algorithm.synchronous,
             reward_range=reward_range(config),
         )
-        consumer.requeue(await lost_work(archive, progress, world.streams))
+        consumer.requeue(await lost_work(archive, progress, world.streams, drops.let_go()))
         publisher = Publisher(
             store=store,
             board=world.board,
