@@ -94,6 +94,7 @@ class World:
         place: tuple[int, int] | None = None,
         reward: float | None = None,
         routed_experts: bytes = b"",
+        rescores: int = 0,
     ) -> str:
         """Put one scored trajectory on the SCORED stream, at the next (ordinal, sample) or at `place`; its id."""
         message = trajectory or random_trajectory(self.rng, self.config.run.name)
@@ -111,7 +112,7 @@ class World:
             message.SerializeToString() if payload is None else payload,
             ordinal=ordinal,
             sample=sample,
-            fields={"task": message.task, "ordinal": str(ordinal)},
+            fields={"task": message.task, "ordinal": str(ordinal), "rescores": str(rescores)},
             routed_experts=routed_experts,
         )
         self.slot += place is None
@@ -159,14 +160,14 @@ class Trainer:
         store = FileSystemVersionStore(config.versions_dir, 0)
         archive = Archive(config.run.dir / "archive")
         epoch = await new_epoch(world.board, store, archive)
-        progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
         await roll_back(world.board, store)
+        progress = restored.progress if restored is not None else fresh_progress(config.run.name, epoch)
         backend = TorchReferenceBackend(config, world.initial)
         ranks = Ranks(backend, Update(backend, UpdateSettings.of(config)))
         if restored is not None:
             ranks.load(restored.backend_dir)
-        consumer = Consumer(
         drops = Drops.of(config.run.dir, epoch, progress.dropped)
+        consumer = Consumer(
             world.streams,
             world.board,
             config.trainer,
