@@ -290,6 +290,30 @@ async def test_a_drop_is_named_before_it_goes_and_counted_once_over_an_outage(ne
     assert await world.settled([message.id]) == [message.id]
 
 
+async def test_a_drop_that_could_not_be_settled_is_finished_when_it_comes_again_and_counted_once(
+    new_world: NewWorld,
+) -> None:
+    world = new_world("trainer.max_lag=2")
+    consumer = await consumer_of(world)
+    message = random_trajectory(world.rng, "unit", version="v00000001")
+    await world.deliver(message)
+    read = world.streams.read
+
+    async def read_and_lose(stream: StreamName, consumer: str, *, count: int, block_ms: int) -> list[Delivery]:
+        found = await read(stream, consumer, count=count, block_ms=block_ms)
+        lose_the_group(world.streams)
+        return found
+
+    world.streams.read = read_and_lose  # type: ignore[method-assign]
+    assert await take(consumer) == Refused(message.id, "stale")
+    assert await world.settled([message.id]) == []
+    world.streams.read = read  # type: ignore[method-assign]
+
+    assert await take(consumer) == Refused(message.id, "stale")
+    assert consumer.dropped == {"stale": 1}
+    assert await world.settled([message.id]) == [message.id]
+
+
 async def test_a_burial_is_counted_once_over_an_outage_and_again_when_a_requeued_letter_is_buried(
     new_world: NewWorld,
 ) -> None:
