@@ -323,6 +323,21 @@ async def test_a_restored_trainer_publishes_its_state_as_a_new_version_before_it
     assert weights_of(world, "v00000003") == weights_of(world, before.version)
 
 
+async def test_a_first_version_that_was_never_announced_is_nobodys(new_world: NewWorld) -> None:
+    world = new_world("run.updates=1")
+    await (await world.start()).run_until_crash(world.board, "announce_version", at=1)
+    for _ in range(2):
+        await world.deliver(random_trajectory(world.rng, "unit", version="v00000002"))
+
+    await (await world.start()).run()
+
+    records = sorted((await world.board.versions()).values(), key=lambda record: record.name)
+    assert [(record.name, record.parent) for record in records] == [("v00000002", None), ("v00000003", "v00000002")]
+    facts = await world.board.trainer()
+    assert facts is not None
+    assert (facts.version, facts.consumed) == ("v00000003", 2)
+
+
 async def test_a_starved_trainer_checkpoints_so_that_finished_work_is_settled(new_world: NewWorld) -> None:
     world = new_world("run.updates=9", "checkpoint.starved_after_s=0.05")
     ids = await world.deliver_many(3)
