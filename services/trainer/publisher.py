@@ -1,7 +1,8 @@
 """Publish a policy as a new weight version: a Hugging Face checkpoint, its manifest, its canary, its announcement.
 
 Order: finite? -> files -> manifest -> commit (visible to readers) -> announce on the board. Nothing loads a
-version before the board knows it, so a trajectory that names it is never unknown.
+version before the board knows it, so a trajectory that names it is never unknown. What ends before that is rolled
+back at the next start.
 """
 
 from __future__ import annotations
@@ -96,6 +97,13 @@ class Publisher:
         removed = self.store.collect(self.keep_versions)
         log.info("version published", version=name, update=update, parent=parent, collected=removed)
         return record
+
+
+async def roll_back(board: Board, store: VersionStore) -> None:
+    """Remove what earlier trainers, fenced by now, have begun to publish and not announced: no reader knows it."""
+    announced = await ride_out(board.versions)
+    if removed := store.roll_back(announced):
+        log.warning("rolled back an interrupted publication", versions=removed, announced=max(announced, default=""))
 
 
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

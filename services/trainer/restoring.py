@@ -32,6 +32,7 @@ from sao.streams.base import TrajectoryStreams
 from sao.telemetry.logs import get_logger
 from sao.weights.base import VersionStore
 from services.trainer import metrics
+from services.trainer.drops import FILE, read_drops
 from services.trainer.outage import ride_out
 
 log = get_logger(__name__)
@@ -109,7 +110,7 @@ async def _lost(run_dir: Path, streams: TrajectoryStreams, done: Slots, since_ms
     open_ids = {one: slot for one, slot in accepted(run_dir) if slot not in done and uuid7_unix_ms(one) >= since_ms}
     if not open_ids:
         return {}
-    told = named_lost(run_dir)
+    told = named_lost(run_dir) | {drop.trajectory for drop in read_drops(run_dir / FILE) if not drop.buried}
     asked = sorted((one for one in open_ids if one not in told), key=lambda one: (open_ids[one], one))
     there = await ride_out(partial(streams.recognised, asked))
     return {one: open_ids[one] for one in asked if one not in there}

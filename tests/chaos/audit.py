@@ -35,7 +35,7 @@ class Evidence:
     dead: Mapping[str, str]
     """Reasons by id."""
     dropped: Mapping[str, str]
-    """Reasons by id, also of trajectories that trained after all (a crash may forget a drop, never its log line)."""
+    """Reasons by id, also of trajectories that trained after all."""
     waiting: AbstractSet[str]
     """Ids on a stream at the end."""
     named: AbstractSet[str]
@@ -59,7 +59,7 @@ class Verdict:
     dropped_by_reason: Mapping[str, int]
     dead_by_reason: Mapping[str, int]
     uncounted: Mapping[str, int]
-    """Drops that are named in the log and missing in the trainer's own count: it was killed before it wrote that."""
+    """Drops that are named and missing in the final checkpoint's count."""
     superseded: int
     lost: Sequence[str]
     twice: Sequence[str]
