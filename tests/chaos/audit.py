@@ -107,7 +107,7 @@ def audit(evidence: Evidence) -> Verdict:
         dead_though_trained=sorted(times.keys() & evidence.dead.keys()),
         miscounted=len(evidence.trained) - evidence.consumed,
         not_leased_again=sorted(evidence.not_leased_again),
-        preferences_lost=evidence.preferences[1] - evidence.preferences[0],
+        preferences_lost=max(evidence.preferences[1] - evidence.preferences[0], 0),
     )
 
 
