@@ -68,6 +68,11 @@ def make_directory(path: Path) -> None:
         fsync_directory(made.parent)
 
 
+def fsync_file(path: Path) -> None:
+    """Make what a file holds durable."""
+    _fsync(path, os.O_RDONLY)
+
+
 def fsync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     _fsync(path, os.O_RDONLY | os.O_DIRECTORY)

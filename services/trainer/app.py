@@ -48,7 +48,7 @@ from services.trainer.outage import ride_out
 from services.trainer.publisher import Publisher, roll_back
 from services.trainer.ranks import Ranks, follow
 from services.trainer.recovery import lost_work, never_again, undone
-from services.trainer.restoring import claim_store
+from services.trainer.restoring import ANNOUNCED_FILE, claim_store
 from services.trainer.warm_start_key import initial_model_path
 
 log = get_logger(__name__)
@@ -134,6 +134,7 @@ async def _train(
         initial=initial,
         canary=task_canary(config, initial),
         keep_versions=config.weights.keep_versions,
+        announced=config.run.dir / ANNOUNCED_FILE,
     )
     with started_followers(config.trainer.ranks), _ranks(config, initial) as ranks:
         if restored is not None:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sao.atomic import append_line
 from sao.board.base import Board, VersionRecord
 from sao.telemetry.logs import get_logger
 from sao.weights.base import VersionStore
@@ -62,6 +63,8 @@ class Publisher:
     """Checkpoint directory of the initial policy: its config and tokenizer travel with every version."""
     canary: list[list[int]]
     keep_versions: int
+    announced: Path
+    """Every version announced, a line each: what a board that is lost gets back, collected ones included."""
 
     async def publish(
         self, state: Mapping[str, Tensor], logprobs: Logprobs, *, update: int, parent: str | None
@@ -94,6 +97,7 @@ class Publisher:
         self.store.commit(manifest, directory)
         record = VersionRecord(name=name, update=update, parent=parent, epoch=self.epoch)
         await ride_out(lambda: self.board.announce_version(record))
+        append_line(self.announced, record.model_dump_json().encode())
         removed = self.store.collect(self.keep_versions)
         log.info("version published", version=name, update=update, parent=parent, collected=removed)
         return record

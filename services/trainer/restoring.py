@@ -14,9 +14,7 @@ reward service's to give back.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from pydantic import BaseModel, ConfigDict
 
 from sao.accepted import LOST_FILE, accepted
 from sao.archive import Archive
+from sao.atomic import append_line, fsync_file
 from sao.board.base import Board, VersionRecord
 from sao.ids import uuid7_unix_ms
 from sao.slots import Slots
@@ -37,6 +36,7 @@ from services.trainer.outage import ride_out
 
 log = get_logger(__name__)
 
+ANNOUNCED_FILE = "versions.jsonl"
 _HOUR_MS = 3_600_000
 _SHOWN = 20
 
@@ -86,7 +86,7 @@ async def claim_store(
         _tell(run_dir, lost, samples)
     if forgot:
         await ride_out(partial(streams.restore, done))
-        await _announce(board, store)
+        await _announce(run_dir, board, store)
     while (epoch := await ride_out(board.new_trainer_epoch)) <= known:
         continue
     return Claim(epoch, forgot)
@@ -123,7 +123,9 @@ def _tell(run_dir: Path, lost: dict[str, int], samples: int) -> None:
     for trajectory_id, slot in lost.items():
         ordinal, sample = divmod(slot, samples)
         rows.append(Lost(trajectory=trajectory_id, ordinal=ordinal, sample=sample, found_s=now))
-    _append_lines(run_dir / LOST_FILE, rows)
+    for row in rows:
+        append_line(run_dir / LOST_FILE, row.model_dump_json().encode())
+    fsync_file(run_dir / LOST_FILE)
     metrics.STORE_LOST.inc(len(rows))
     log.error(
         "accepted trajectories are lost with the store, their prompts are leased again",
@@ -134,21 +136,24 @@ def _tell(run_dir: Path, lost: dict[str, int], samples: int) -> None:
     )
 
 
-def _append_lines(path: Path, rows: Iterable[BaseModel]) -> None:
-    with path.open("ab") as file:
-        file.write(b"".join(row.model_dump_json().encode() + b"\n" for row in rows))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-async def _announce(board: Board, store: VersionStore) -> None:
-    """Every version that the run's folder holds, oldest first."""
-    there: Collection[str] = (await ride_out(board.versions)).keys()
+async def _announce(run_dir: Path, board: Board, store: VersionStore) -> None:
+    """Every version that was announced or is stored, oldest first: what was sampled from collected ones still comes."""
+    there = (await ride_out(board.versions)).keys()
     newest = await ride_out(board.epoch)
+    for name, record in sorted(_announced(run_dir, store).items()):
+        if name not in there and record.epoch >= newest:
+            await ride_out(partial(board.announce_version, record))
+
+
+def _announced(run_dir: Path, store: VersionStore) -> dict[str, VersionRecord]:
+    """By name. The newest stored one may lack its line: its trainer was killed before it wrote that."""
+    path = run_dir / ANNOUNCED_FILE
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    found = {record.name: record for record in map(VersionRecord.model_validate_json, lines)}
     for name in store.names():
-        manifest = store.manifest(name)
-        if name not in there and manifest.trainer_epoch >= newest:
-            record = VersionRecord(
+        if name not in found:
+            manifest = store.manifest(name)
+            found[name] = VersionRecord(
                 name=name, update=manifest.update, parent=manifest.parent, epoch=manifest.trainer_epoch
             )
-            await ride_out(partial(board.announce_version, record))
+    return found

@@ -41,7 +41,7 @@ class Evidence:
     named: AbstractSet[str]
     """Ids that the trainer has named as lost with the store."""
     not_leased_again: AbstractSet[str]
-    """Those of them whose prompt was neither leased nor rolled out again."""
+    """Those of them whose prompt was neither leased again nor will be."""
     preferences: tuple[int, int]
     """The newest version on the board, and in the run's folder."""
     counted: Mapping[str, int]

@@ -56,11 +56,12 @@ def gather(folder: Path, run: str, client: redis.Redis) -> Evidence:
 
 
 def slots_under_way(client: redis.Redis, keys: RunKeys) -> Callable[[int], bool]:
-    """Whether a slot is done or leased now."""
+    """Whether a slot is done, leased now, or among those that the next leases go through one by one."""
     frontier = int(client.get(keys.frontier) or 0)
+    cursor = max(int(client.get(keys.cursor) or 0), frontier)
     found: list[Any] = [*client.zrange(keys.winners, 0, -1), *client.zrange(keys.lease_expiry, 0, -1)]
     beyond = {int(slot) for slot in found}
-    return lambda slot: slot < frontier or slot in beyond
+    return lambda slot: slot < frontier or slot in beyond or slot >= cursor
 
 
 def final_progress(folder: Path, run: str) -> Progress:

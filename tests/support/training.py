@@ -39,7 +39,7 @@ from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.publisher import Publisher, roll_back
 from services.trainer.ranks import Ranks
 from services.trainer.recovery import lost_work, never_again, undone
-from services.trainer.restoring import claim_store
+from services.trainer.restoring import ANNOUNCED_FILE, claim_store
 
 ROOT = "v00000001"
 """The first version a fresh trainer publishes."""
@@ -202,6 +202,7 @@ class Trainer:
             initial=world.initial,
             canary=canary_sequences([[1, 5, 6]], 32, 0),
             keep_versions=4,
+            announced=config.run.dir / ANNOUNCED_FILE,
         )
         health = Health(60.0)
         parts = Parts(

@@ -141,3 +141,18 @@ async def test_a_running_trainer_notices_and_ends(new_world: NewWorld, monkeypat
     cast("MemoryBoard", world.board).newest_epoch = 0
     with pytest.raises(StoreEmptiedError, match="trainer epoch 2: the store knows none"):
         await again.run()
+
+
+async def test_versions_that_were_collected_are_known_again(new_world: NewWorld) -> None:
+    """What the archive brings again, and what a spool still holds, was sampled from them."""
+    world = new_world("run.updates=20", "checkpoint.every_updates=1")
+    await deliver(world, *messages(world, 16), first=0)
+    first = await world.start()
+    await first.run_updates(8)
+    assert len(first.parts.publisher.store.names()) < 9
+    before = await world.board.versions()
+    empty(world)
+
+    await world.start()
+
+    assert await world.board.versions() == before
