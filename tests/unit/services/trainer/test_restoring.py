@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from sao.accepted import LOST_FILE, AcceptedLog
+from sao.board.base import TrainerFacts
 from sao.board.memory import MemoryBoard
 from sao.streams.base import AppendStatus, StoreEmptiedError, StreamUnavailableError
 from sao.streams.memory import MemoryStreams
@@ -141,6 +142,27 @@ async def test_a_running_trainer_notices_and_ends(new_world: NewWorld, monkeypat
     cast("MemoryBoard", world.board).newest_epoch = 0
     with pytest.raises(StoreEmptiedError, match="trainer epoch 2: the store knows none"):
         await again.run()
+
+
+async def test_a_running_trainer_notices_an_older_file_of_its_own_epoch(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "EPOCH_S", -1.0)
+    world = new_world("run.updates=9")
+    await world.deliver_many(2)
+    trainer = await world.start()
+    older: list[TrainerFacts] = []
+    real = world.board.write_trainer
+
+    async def noting(facts: TrainerFacts) -> None:
+        older.append(facts)
+        await real(facts)
+        if facts.update == 1:
+            await real(older[0])  # what an older file holds
+
+    monkeypatch.setattr(world.board, "write_trainer", noting)
+    with pytest.raises(StoreEmptiedError, match="facts of it are update 0 of epoch 1, expected update 1"):
+        await trainer.run()
 
 
 async def test_versions_that_were_collected_are_known_again(new_world: NewWorld) -> None:
