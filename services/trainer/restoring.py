@@ -5,16 +5,18 @@ it; with an older file, the newest of each. Until a trainer claims an epoch, a s
 and gives out no prompt, so that there is time for this order:
 
 1. name what is lost: accepted (`sao.accepted`), neither trained on nor dropped, and no longer known to the store
-2. have done slots done again, and known versions known again; whatever is lost is not among them: it is leased anew
-3. claim an epoch above every one that the run's folder knows
+2. have known versions known again, and done slots done again; whatever is lost is not among them: it is leased anew
+3. claim an epoch above every one that the run's folder knows, where the store is still as it was found and restored
 
-Each step may be repeated, so a start that is killed in the middle is made good by the next one. Preferences are the
-reward service's to give back.
+An older file of the newest epoch shows nowhere in the epochs, so every start restores. Each step may be repeated: a
+start that is killed in the middle is made good by the next one, and a store that is emptied in the middle is restored
+anew. Preferences are the reward service's to give back.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,21 +77,23 @@ async def claim_store(
 ) -> Claim:
     """Find out what is lost, restore what is known, claim an epoch; `done` is what this trainer trains on no more."""
     known = known_epoch(store, archive)
-    found = await ride_out(board.epoch)
-    forgot = found < known
-    if forgot:
-        metrics.STORE_RESTORED.inc()
-        log.error("the store has forgotten this run: restoring it from the run's folder", epoch=found, known=known)
-    since_ms = 0 if forgot and found == 0 else time.time_ns() // 1_000_000 - horizon_h * _HOUR_MS
-    lost = await _lost(run_dir, streams, done, since_ms)
-    if lost:
-        _tell(run_dir, lost, samples)
-    if forgot:
+    forgot = emptied = False
+    while True:
+        found = await ride_out(board.epoch)
+        if found < known:
+            forgot = True
+            emptied = emptied or found == 0
+            metrics.STORE_RESTORED.inc()
+            log.error("the store has forgotten this run: restoring it from the run's folder", epoch=found, known=known)
+        lost = await _lost(run_dir, streams, done, 0 if emptied else time.time_ns() // 1_000_000 - horizon_h * _HOUR_MS)
+        if lost:
+            _tell(run_dir, lost, samples)
+        oldest = await _announce(_announced(run_dir, store if forgot else None), board)
         await ride_out(partial(streams.restore, done))
-        await _announce(run_dir, board, store)
-    while (epoch := await ride_out(board.new_trainer_epoch)) <= known:
-        continue
-    return Claim(epoch, forgot)
+        claim = partial(board.new_trainer_epoch, above=known, found=found, version=oldest)
+        if epoch := await ride_out(claim):
+            return Claim(epoch, forgot)
+        log.warning("the store has changed while it was claimed: looking at it again", found=found)
 
 
 def known_epoch(store: VersionStore, archive: Archive) -> int:
@@ -136,20 +140,24 @@ def _tell(run_dir: Path, lost: dict[str, int], samples: int) -> None:
     )
 
 
-async def _announce(run_dir: Path, board: Board, store: VersionStore) -> None:
-    """Every version that was announced or is stored, oldest first: what was sampled from collected ones still comes."""
-    there = (await ride_out(board.versions)).keys()
+async def _announce(records: Mapping[str, VersionRecord], board: Board) -> str:
+    """Every one that is not there, oldest first: what was sampled from collected ones still comes. The oldest there."""
+    there = set(await ride_out(board.versions))
     newest = await ride_out(board.epoch)
-    for name, record in sorted(_announced(run_dir, store).items()):
+    for name, record in sorted(records.items()):
         if name not in there and record.epoch >= newest:
             await ride_out(partial(board.announce_version, record))
+            there.add(name)
+    return min(there, default="")
 
 
-def _announced(run_dir: Path, store: VersionStore) -> dict[str, VersionRecord]:
-    """By name. The newest stored one may lack its line: its trainer was killed before it wrote that."""
+def _announced(run_dir: Path, store: VersionStore | None) -> dict[str, VersionRecord]:
+    """By name. With the store: the newest stored one may lack its line, its trainer was killed before it wrote that."""
     path = run_dir / ANNOUNCED_FILE
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     found = {record.name: record for record in map(VersionRecord.model_validate_json, lines)}
+    if store is None:
+        return found
     for name in store.names():
         if name not in found:
             manifest = store.manifest(name)
