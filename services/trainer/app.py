@@ -117,7 +117,7 @@ async def _train(
         config.trainer,
         model_limits(config, initial),
         epoch=claim.epoch,
-        restored=[] if claim.forgot else progress.unsettled_ids,
+        restored=[] if claim.emptied else progress.unsettled_ids,
         forgone=progress.forgone_ids,
         undone=again,
         done=Slots(progress.done),

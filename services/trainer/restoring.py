@@ -29,7 +29,7 @@ from sao.atomic import append_line, fsync_file
 from sao.board.base import Board, VersionRecord
 from sao.ids import uuid7_unix_ms
 from sao.slots import Slots
-from sao.streams.base import TrajectoryStreams
+from sao.streams.base import StoreEmptiedError, TrajectoryStreams
 from sao.telemetry.logs import get_logger
 from sao.weights.base import VersionStore
 from services.trainer import metrics
@@ -41,6 +41,7 @@ log = get_logger(__name__)
 ANNOUNCED_FILE = "versions.jsonl"
 _HOUR_MS = 3_600_000
 _SHOWN = 20
+_ATTEMPTS = 10
 
 
 class Lost(BaseModel):
@@ -60,8 +61,8 @@ class Claim:
     """How the store was found, and the epoch that is this process's own."""
 
     epoch: int
-    forgot: bool
-    """It knew an older epoch than the run's folder does, or none."""
+    emptied: bool
+    """It knew no epoch of this run, so none of its entries either."""
 
 
 async def claim_store(
@@ -75,10 +76,13 @@ async def claim_store(
     samples: int,
     horizon_h: int,
 ) -> Claim:
-    """Find out what is lost, restore what is known, claim an epoch; `done` is what this trainer trains on no more."""
+    """Find out what is lost, restore what is known, claim an epoch; `done` is what this trainer trains on no more.
+
+    StoreEmptiedError when the store goes on changing while it is claimed.
+    """
     known = known_epoch(store, archive)
     forgot = emptied = False
-    while True:
+    for _ in range(_ATTEMPTS):
         found = await ride_out(board.epoch)
         if found < known:
             forgot = True
@@ -92,8 +96,10 @@ async def claim_store(
         await ride_out(partial(streams.restore, done))
         claim = partial(board.new_trainer_epoch, above=known, found=found, version=oldest)
         if epoch := await ride_out(claim):
-            return Claim(epoch, forgot)
+            return Claim(epoch, emptied)
         log.warning("the store has changed while it was claimed: looking at it again", found=found)
+    msg = f"the store was emptied or claimed by others {_ATTEMPTS} times in a row while this trainer claimed it"
+    raise StoreEmptiedError(msg)
 
 
 def known_epoch(store: VersionStore, archive: Archive) -> int:
@@ -127,8 +133,7 @@ def _tell(run_dir: Path, lost: dict[str, int], samples: int) -> None:
     for trajectory_id, slot in lost.items():
         ordinal, sample = divmod(slot, samples)
         rows.append(Lost(trajectory=trajectory_id, ordinal=ordinal, sample=sample, found_s=now))
-    for row in rows:
-        append_line(run_dir / LOST_FILE, row.model_dump_json().encode())
+    append_line(run_dir / LOST_FILE, b"\n".join(row.model_dump_json().encode() for row in rows))
     fsync_file(run_dir / LOST_FILE)
     metrics.STORE_LOST.inc(len(rows))
     log.error(

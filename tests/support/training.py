@@ -185,7 +185,7 @@ class Trainer:
             config.trainer,
             _limits(config, world.initial),
             epoch=claim.epoch,
-            restored=[] if claim.forgot else progress.unsettled_ids,
+            restored=[] if claim.emptied else progress.unsettled_ids,
             forgone=progress.forgone_ids,
             undone=again,
             done=Slots(progress.done),
