@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 import sao.board
 import sao.streams
 from sao.archive import Archive
 from sao.config import RunConfig, dump_run_config, load_run_config
+from sao.redis_client import RunKeys
 from sao.rows import CRITIC_ONLY
 from sao.v1 import archive_pb2
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.checkpoint import Checkpoint, CheckpointStore
 from tests.support.killed_services import Nursery, nursery
+from tests.support.stores import claim
 from tests.support.training import PREFERENCE, World, random_trajectory
 
 UPDATES = 6
@@ -138,6 +141,8 @@ async def trained(trainers: Nursery, config: RunConfig, course: Course, model: P
     config.run.dir.mkdir(parents=True)
     path, log = config.run.dir / "run.toml", config.run.dir / "trainer.log"
     path.write_text(dump_run_config(config))
+    with redis.Redis.from_url(config.redis.url) as client:
+        claim(client, RunKeys(config.run.name))
     world = World(config, model, streams=sao.streams.connect(config), board=sao.board.connect(config))
     await feed(world, course)
     await world.streams.close()

@@ -143,7 +143,7 @@ def test_starting_twice_is_a_mistake(health: Health) -> None:
 
 def test_silent_clients_cannot_take_every_thread(stdlib_port: int) -> None:
     before = threading.active_count()
-    crowd = [socket.create_connection(("127.0.0.1", stdlib_port), timeout=5) for _ in range(3 * CONNECTIONS)]
+    crowd = [socket.create_connection(("127.0.0.1", stdlib_port), timeout=30) for _ in range(3 * CONNECTIONS)]
     try:
         turned_away = [connection for connection in crowd[CONNECTIONS:] if connection.recv(1) == b""]
         assert len(turned_away) == 2 * CONNECTIONS
