@@ -436,6 +436,9 @@ class WeightsSection(Section):
     canary_tolerance: Positive = 1e-4
     """Largest |log-prob difference| of the canary in float32; in bfloat16 the largest mean that the first version may
     show, whose own mean and 99th percentile then bound the later ones (twice and three times)."""
+    canary_drift_max: Positive | Literal["off"] = 2.0
+    """A version is held when its canary's log-probs differ by more than this from those of the last version that was
+    let through, on average, in nats."""
     poll_s: Positive = 0.05
     """Wait between looks at the board."""
 

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated
 
-from fastapi import Depends, FastAPI, Header, HTTPException, status
-from pydantic import BaseModel, SecretStr
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import SecretStr
 
 import sao.board
-from sao.board.base import Board, EngineFacts, EngineState
+from sao.board.base import Board, EngineState
+from sao.config import ConfigError
 from sao.config.schema import RunConfig
+from sao.problems import Bearer, install
 from sao.rest import Server
 from sao.streams.base import StreamUnavailableError
-from sao.telemetry.asgi import telemetry_asgi
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
-from sao.weights.base import IncompleteVersionError, UnknownVersionError, VersionStore
+from sao.telemetry.routes import TELEMETRY_PATHS, answer
+from sao.weights.base import VersionStore
+from sao.weights.control import CONTROL_FILE, ControlFile, ControlFileError
 from sao.weights.filesystem import FileSystemVersionStore
 from services.weights import metrics
 from services.weights.canary import CalibrateOnFirst, Exact, Tolerance
 from services.weights.engines.base import EngineControl
 from services.weights.engines.sglang import SGLangEngine
 from services.weights.fleet import Fleet
+from services.weights.holds import Holds
 from services.weights.keeper import Keeper, KeeperSettings
+from services.weights.routes import WeightRoutes
 
 log = get_logger(__name__)
 _STALL_ROUNDS = 12
@@ -36,69 +40,23 @@ _STOP_S = 2.0
 _BOARD_WAIT_S = 60.0
 
 
-class VersionView(BaseModel):
-    """One stored version, for people and consoles."""
-
-    version: str
-    update: int
-    parent: str | None
-    trainer_epoch: int
-    created_s: float
-    dtype: str
-    tensors: int
-    bytes: int
-    held_by: list[str]
-    target: bool
-    refused: str | None
-
-
 def build_app(fleet: Fleet, keepers: Sequence[Keeper], health: Health, token: SecretStr | None) -> FastAPI:
-    """GET /v1/versions and /v1/engines (bearer token when one is configured), and the telemetry paths."""
+    """The routes under /v1 (bearer token when one is configured), and the telemetry paths."""
     app = FastAPI(title="SAO weights", docs_url=None, redoc_url=None)
-
-    async def authorised(authorization: Annotated[str, Header()] = "") -> None:
-        expected = f"Bearer {token.get_secret_value()}" if token is not None else ""
-        if token is not None and not hmac.compare_digest(authorization.encode(), expected.encode()):
-            raise HTTPException(
-                status.HTTP_401_UNAUTHORIZED, "expected the header 'Authorization: Bearer <auth.token>'"
-            )
-
-    @app.get("/v1/versions", dependencies=[Depends(authorised)])
-    async def versions() -> list[VersionView]:
-        return await asyncio.to_thread(_version_views, fleet)
-
-    @app.get("/v1/engines", dependencies=[Depends(authorised)])
-    async def engines() -> list[EngineFacts]:
-        return [keeper.facts for keeper in keepers]
-
-    app.mount("/", telemetry_asgi(health))
+    install(app, RequestValidationError)
+    app.include_router(WeightRoutes(fleet, keepers).router(), dependencies=[Depends(Bearer(token))])
+    # Not a mount at "/": it would answer for every path, and wrong ones would get no problem document.
+    for path in TELEMETRY_PATHS:
+        app.add_api_route(path, _telemetry(health), methods=["GET"], include_in_schema=False)
     return app
 
 
-def _version_views(fleet: Fleet) -> list[VersionView]:
-    leases = fleet.store.leases()
-    views: list[VersionView] = []
-    for name in fleet.store.names():
-        try:
-            manifest = fleet.store.manifest(name)
-        except (UnknownVersionError, IncompleteVersionError):  # collected since, or damaged: nothing to show
-            continue
-        views.append(
-            VersionView(
-                version=name,
-                update=manifest.update,
-                parent=manifest.parent,
-                trainer_epoch=manifest.trainer_epoch,
-                created_s=manifest.created_s,
-                dtype=manifest.dtype,
-                tensors=len(manifest.tensors),
-                bytes=sum(file.size for file in manifest.files),
-                held_by=sorted(holder for holder, version in leases.items() if version == name),
-                target=fleet.target is not None and fleet.target.version == name,
-                refused=fleet.refused.get(name),
-            )
-        )
-    return views
+def _telemetry(health: Health) -> Callable[[Request], Awaitable[Response]]:
+    async def show(request: Request) -> Response:
+        reply = answer(request.url.path, health)
+        return Response(reply.body, reply.status, headers={"Content-Type": reply.content_type})
+
+    return show
 
 
 def tolerance_for(config: RunConfig) -> Tolerance:
@@ -131,7 +89,15 @@ def build_keepers(
     config: RunConfig, engines: Sequence[EngineControl], board: Board, store: VersionStore, health: Health
 ) -> tuple[Fleet, list[Keeper]]:
     """The fleet and its keepers, nothing started."""
-    fleet = Fleet(board, store, [engine.engine_id for engine in engines], keep_versions=config.weights.keep_versions)
+    drift = config.weights.canary_drift_max
+    fleet = Fleet(
+        board,
+        store,
+        [engine.engine_id for engine in engines],
+        keep_versions=config.weights.keep_versions,
+        holds=Holds(ControlFile(config.versions_dir / CONTROL_FILE)),
+        drift_max=drift if drift != "off" else None,
+    )
     settings = KeeperSettings(
         attempts=config.weights.round_attempts, poll_s=config.weights.poll_s, dtype=config.engine.dtype
     )
@@ -183,6 +149,8 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
                 _, late = await asyncio.wait(parts, timeout=_STOP_S)
                 for task in late:
                     task.cancel()
+    except ControlFileError as error:
+        raise ConfigError(key="weights.store_dir", message=str(error)) from error
     finally:
         for engine in engines:
             await engine.close()

@@ -234,16 +234,19 @@ class Keeper:
         try:
             verified = await attempt.run(resume_first=undefined)
         except VerificationError as error:
+            self._fleet.timed(engine_id, version, attempt.seconds, error=str(error))
             metrics.ROUNDS.labels(engine_id, "unproven").inc()
             await self._failed(version, str(error), unproven=True)
             return
         except EngineError as error:
+            self._fleet.timed(engine_id, version, attempt.seconds, error=str(error))
             result = "unreachable" if isinstance(error, EngineUnreachableError) else "refused"
             metrics.ROUNDS.labels(engine_id, result).inc()
             await self._failed(version, str(error), unproven=False)
             return
         await asyncio.to_thread(store.lease, version, engine_id)
         self._undefined = False
+        self._fleet.timed(engine_id, version, attempt.seconds)
         await self._serve(verified)
         seconds = self._clock() - started
         metrics.ROUNDS.labels(engine_id, "ok").inc()

@@ -100,10 +100,12 @@ class Round:
         self._tolerance = tolerance
         self._same_dtype = same_dtype
         self._report = report
+        self.seconds: dict[str, float] = {}
+        """What each step that ended well has taken so far."""
 
     async def run(self, *, resume_first: bool) -> Verified:
         """All steps; `resume_first` when an earlier round may have left the engine paused."""
-        with _timed("prime"):
+        with self._timed("prime"):
             primed = await self._prime(resume_first=resume_first)
         quiesced = await self._quiesce(primed)
         loaded = await self._load(quiesced)
@@ -120,21 +122,21 @@ class Round:
 
     async def _quiesce(self, primed: Primed) -> Quiesced:
         await self._report(EngineState.QUIESCING)
-        with _timed("pause"):
+        with self._timed("pause"):
             await self._engine.pause()
         await self._report(EngineState.QUIESCED)
         return Quiesced(primed)
 
     async def _load(self, quiesced: Quiesced) -> Loaded:
         await self._report(EngineState.LOADING)
-        with _timed("load"):
+        with self._timed("load"):
             try:
                 await self._engine.load(self._path, self._manifest.version)
             except UpdatedButNotFlushedError:
                 # The weights are live, the cache and the reported label are old: once the cache is empty, load again.
                 await self._engine.flush()
                 await self._engine.load(self._path, self._manifest.version)
-        with _timed("checksums"):
+        with self._timed("checksums"):
             checksums = await self._engine.checksums()
         for known in self._evidence.values():
             self._compare(checksums, known)
@@ -157,10 +159,10 @@ class Round:
 
     async def _verify(self, loaded: Loaded) -> Verified:
         await self._report(EngineState.VERIFYING)
-        with _timed("resume"):
+        with self._timed("resume"):
             await self._engine.resume()
         sequences = self._manifest.canary
-        with _timed("canary"):
+        with self._timed("canary"):
             probe = loaded.primed.probe
             info, token = await asyncio.gather(self._engine.model_info(), self._engine.generate_one(probe))
             asked = [*(sequence.token_ids for sequence in sequences), [*probe, token.token_id]]
@@ -195,9 +197,9 @@ class Round:
                 msg = f"{where} is labelled {label!r}, expected {self._manifest.version!r}"
                 raise VerificationError(msg)
 
-
-@contextmanager
-def _timed(step: str) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    metrics.STEP_SECONDS.labels(step).observe(time.monotonic() - started)
+    @contextmanager
+    def _timed(self, step: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds[step] = time.monotonic() - started
+        metrics.STEP_SECONDS.labels(step).observe(self.seconds[step])

@@ -16,12 +16,14 @@ from safetensors.torch import load_file, save_file
 from sao.board.base import EngineState
 from sao.board.memory import MemoryBoard
 from sao.telemetry.health import Health
+from sao.weights.control import CONTROL_FILE, ControlFile
 from sao.weights.filesystem import FileSystemVersionStore
 from sao.weights.manifest import Manifest
 from services.weights.canary import Exact
 from services.weights.engines.base import GeneratedToken
 from services.weights.engines.sglang import SGLangEngine
 from services.weights.fleet import Fleet
+from services.weights.holds import Holds
 from services.weights.keeper import Keeper, KeeperSettings
 from tests.support.versions import CANARY, announce, publish_checkpoint
 
@@ -84,7 +86,7 @@ class Service:
 def service_on(url: str, root: Path, kind: type[SGLangEngine] = SGLangEngine) -> Service:
     board, store = MemoryBoard(), FileSystemVersionStore(root, 0)
     engine = kind("engine-0", url, deadline_s=20.0)
-    fleet = Fleet(board, store, ["engine-0"], keep_versions=4)
+    fleet = Fleet(board, store, ["engine-0"], keep_versions=4, holds=Holds(ControlFile(root / CONTROL_FILE)))
     settings = KeeperSettings(attempts=1, poll_s=0.01, probe_s=0.0)
     return Service(board, store, fleet, Keeper(engine, fleet, settings, Exact(1e-4), Health(60)), engine)
 
