@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
+from sao.config import ConfigError
 from sao.config.schema import RunConfig
 from sao.telemetry.health import Health
 from services.weights import app
@@ -81,6 +82,13 @@ def test_engines_are_named_by_their_place() -> None:
         ("engine-0", "http://a"),
         ("engine-1", "http://b"),
     ]
+
+
+async def test_the_service_does_not_start_while_it_cannot_tell_what_is_held(run_config: RunConfig) -> None:
+    run_config.versions_dir.mkdir(parents=True)
+    (run_config.versions_dir / "control.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"weights\.store_dir: .*control\.json says which weight versions are held"):
+        await app.main(run_config, asyncio.Event())
 
 
 async def test_the_service_starts_answers_and_stops(run_config: RunConfig) -> None:

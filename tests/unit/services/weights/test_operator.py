@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,14 @@ from sao.telemetry.health import Health
 from sao.weights.control import CONTROL_FILE
 from sao.weights.manifest import Manifest
 from services.weights import app, routes
-from tests.support.versions import announce, floats, write_safetensors, write_toy_checkpoint
+from services.weights.engines.memory import checkpoint_logprobs
+from tests.support.versions import (
+    announce,
+    floats,
+    publish_checkpoint,
+    write_safetensors,
+    write_toy_checkpoint,
+)
 from tests.unit.services.weights.world import World
 
 URL = "/v1/weights"
@@ -196,16 +204,80 @@ async def test_a_held_version_is_skipped_for_ever_unless_it_is_activated(
     assert await serving(world) == {bad.version}
 
 
-async def test_engines_that_fail_fall_back_to_no_held_version(world: World, client: httpx.AsyncClient) -> None:
-    old, bad = await served(world, 1, 2)
-    await asked(client, f"{URL}/{bad.version}:hold")
-    await asked(client, f"{URL}:resume")
+async def test_who_falls_back_falls_back_to_no_held_version(world: World, client: httpx.AsyncClient) -> None:
+    first, second, third = await served(world, 1, 2, 3)
+    assert (await asked(client, f"{URL}/{third.version}:hold"))["target"] == second.version
     await serving(world)
+    assert (await asked(client, f"{URL}/{second.version}:hold"))["target"] == first.version
+
+
+async def test_what_was_being_looked_at_when_somebody_decided_does_not_overrule_them(
+    world: World, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, _ = await served(world, 1, 2)
+    looking, go_on = asyncio.Event(), asyncio.Event()
+    inspected = world.fleet.inspected
+
+    async def slowly(version: str) -> Manifest:
+        manifest = await inspected(version)
+        if version != old.version:
+            looking.set()
+            await go_on.wait()
+        return manifest
+
+    monkeypatch.setattr(world.fleet, "inspected", slowly)
+    publishing = asyncio.ensure_future(world.publish(3))
+    await looking.wait()
+    await asked(client, f"{URL}/{old.version}:activate")
+    go_on.set()
+    await publishing
+    assert await serving(world) == {old.version}
+
+
+async def test_a_target_that_no_engine_could_prove_is_the_target_no_longer(world: World) -> None:
+    (good,) = await served(world, 1)
     for engine in world.engines:
         engine.faults.ignore_load = True
-    newest = await world.publish(3)
+    bad = await world.publish(2)
+    await serving(world)
+    assert bad.version in world.fleet.refused
+    await world.fleet.follow()
+    assert world.fleet.target == good
+
+
+async def test_a_failed_attempt_leaves_the_earlier_one_in_force(world: World, client: httpx.AsyncClient) -> None:
+    old, other, _ = await served(world, 1, 2, 3)
+    await asked(client, f"{URL}/{old.version}:activate")
+    damage(world, other)
+    await problem(client, f"{URL}/{other.version}:activate", 409)
+    assert world.store.leases()["operator"] == old.version
     assert await serving(world) == {old.version}
-    assert newest.version in world.fleet.refused
+
+
+async def test_a_pinned_version_found_damaged_at_a_start_is_replaced_by_what_was_proven(
+    world: World, client: httpx.AsyncClient
+) -> None:
+    old, new = await served(world, 1, 2)
+    await asked(client, f"{URL}/{old.version}:activate")
+    damage(world, old)
+    async with restarted(world) as later:
+        await world.restore()
+        await world.fleet.follow()
+        newest = await world.publish(3)
+        assert await serving(world) == {new.version}
+        assert (await later.get(URL)).json()["publishing"]["version"] == old.version
+        assert (await asked(later, f"{URL}:resume"))["target"] == newest.version
+
+
+async def test_a_run_from_before_there_were_guards_is_compared_with_what_was_proven(world: World) -> None:
+    (good,) = await served(world, 1)
+    (world.folder / CONTROL_FILE).unlink()
+    world.start()  # and does not follow yet
+    zeroed = publish_checkpoint(world.store, zeroed_checkpoint(world.folder, 2), checkpoint_logprobs, update=1)
+    await announce(world.board, zeroed)
+    await world.restore()
+    await world.fleet.follow()
+    assert await serving(world) == {good.version}
 
 
 async def test_a_version_that_waits_is_held_without_a_round(world: World, client: httpx.AsyncClient) -> None:
@@ -310,8 +382,7 @@ async def test_a_version_nobody_has_is_404_and_one_that_cannot_serve_is_409(
 
 async def test_a_version_that_is_damaged_since_is_409_and_not_kept(world: World, client: httpx.AsyncClient) -> None:
     old, new = await served(world, 1, 2)
-    file = world.store.path(old.version) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    damage(world, old)
     assert "sha256" in await problem(client, f"{URL}/{old.version}:activate", 409)
     assert "operator" not in world.store.leases()
     assert await serving(world) == {new.version}
@@ -391,6 +462,12 @@ async def test_the_openapi_document_has_the_routes_and_a_wrong_path_is_a_problem
     posts = {path for path, methods in paths.items() if "post" in methods}
     assert posts == {f"{URL}/{{version}}:activate", f"{URL}/{{version}}:hold", f"{URL}:resume"}
     assert "not found" in (await problem(client, "/v1/weight", 404)).lower()
+
+
+def damage(world: World, manifest: Manifest) -> None:
+    """Change one byte of its tensors."""
+    file = world.store.path(manifest.version) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
 
 
 def zeroed_checkpoint(folder: Path, seed: int) -> Path:
