@@ -2,7 +2,8 @@
 
 - A turn starts only on an engine in rotation, as the board said at most `refresh_s` ago.
 - A finished turn is withheld until its engine has passed the canary of every version that sampled it: turns that
-  resume while an engine verifies itself sample under weights that nobody has checked yet.
+  resume while an engine verifies itself sample under weights that nobody has checked yet. What counts is what the
+  board says after the turn has ended: an engine may be brought to a version anew that it has passed long ago.
 - A turn that ends on a quarantined engine is not believed, whatever versions it names: after a failed load the old
   label may stand on weights that are neither the old ones nor the new.
 """
@@ -59,6 +60,8 @@ class Rotation:
         self._refresh_s = refresh_s
         self._clock = clock
         self._facts: dict[str, EngineFacts] = {}
+        self._asked_at = float("-inf")
+        """When the board was asked for what is known here."""
         self._verified: dict[str, set[str]] = {engine_id: set() for engine_id in engines}
         self._load = dict.fromkeys(engines, 0)
         self._idle_since = dict.fromkeys(engines, clock())
@@ -71,8 +74,12 @@ class Rotation:
 
     async def refresh(self) -> None:
         """Read the board once and wake whoever waits."""
+        asked_at = self._clock()
         facts = await self._board.engines()
         async with self._changed:
+            if asked_at < self._asked_at:  # overtaken by one that was asked later
+                return
+            self._asked_at = asked_at
             self._facts = {engine_id: found for engine_id, found in facts.items() if engine_id in self._engines}
             for engine_id, found in self._facts.items():
                 # The board keeps the last 16; a long turn may have crossed more.
@@ -137,15 +144,20 @@ class Rotation:
             facts = self._facts.get(engine_id)
             if facts is not None and facts.state is EngineState.QUARANTINED:
                 return False
-            return True if wanted <= self._verified[engine_id] else None
+            brought_to = {facts.version} if facts is not None and not facts.in_rotation else set()
+            sure = self._asked_at >= started and not brought_to & wanted
+            return True if sure and wanted <= self._verified[engine_id] else None
 
+        with contextlib.suppress(StreamUnavailableError):  # `run` says so, and asks again
+            await self.refresh()
         outcome = await self._wait(settled, timeout_s)
         metrics.WITHHELD_SECONDS.observe(self._clock() - started)
         if not outcome:
             if outcome is False:
                 raise UnverifiedVersionError(engine_id, f"turn of {sorted(wanted)}, but the engine is quarantined")
             missing = sorted(wanted - self._verified[engine_id])
-            text = f"versions {missing} have not passed their canary within {timeout_s:g} s"
+            what = f"versions {missing} have not passed their canary" if missing else f"{sorted(wanted)} were not sure"
+            text = f"{what} within {timeout_s:g} s"
             raise UnverifiedVersionError(engine_id, text)
 
     def _choose(self, prefer: str | None) -> str | None:

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from sao.board.base import EngineState
+from sao.board.base import EngineFacts, EngineState
 from sao.board.memory import MemoryBoard
+from sao.streams.base import StreamUnavailableError
 from services.rollout import metrics
 from services.rollout.engines.base import EngineUnavailableError
 from services.rollout.rotation import NoEngineError, Rotation, UnverifiedVersionError
@@ -92,9 +93,66 @@ async def test_a_waiting_turn_starts_when_an_engine_comes_into_rotation() -> Non
 async def test_a_verified_version_is_believed_at_once_and_stays_so() -> None:
     made, board, _ = await rotation(EngineState.SERVING)
     await made.verified("engine-0", [VERSIONS[0]], timeout_s=0)
-    await write_engine(board, "engine-0", EngineState.LOADING, verified=[])
+    await write_engine(board, "engine-0", EngineState.LOADING, verified=[], version=VERSIONS[1])
     await made.refresh()
     await made.verified("engine-0", [VERSIONS[0]], timeout_s=0.01)
+
+
+ROUND = [EngineState.QUIESCING, EngineState.QUIESCED, EngineState.LOADING, EngineState.VERIFYING]
+
+
+@pytest.mark.parametrize("state", ROUND)
+async def test_a_version_that_an_engine_is_brought_to_anew_is_not_believed_for_having_passed_before(
+    state: EngineState,
+) -> None:
+    """A roll-back loads a version again, and the load may go wrong this time."""
+    made, board, _ = await rotation(EngineState.SERVING)
+    await write_engine(board, "engine-0", state)  # the worker has not looked since
+    with pytest.raises(UnverifiedVersionError, match=f"'{VERSIONS[0]}'. were not sure"):
+        await made.verified("engine-0", VERSIONS[:1], timeout_s=0.01)
+    waiting = asyncio.create_task(made.verified("engine-0", VERSIONS[:1], timeout_s=60))
+    await asyncio.sleep(0)
+    await write_engine(board, "engine-0")
+    await made.refresh()
+    await waiting
+
+
+async def test_a_turn_is_believed_on_what_the_board_says_after_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, board, clock = await rotation(EngineState.SERVING)
+    clock.now += 1
+
+    async def away() -> dict[str, EngineFacts]:
+        msg = "no answer within 5 s"
+        raise StreamUnavailableError(msg)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(board, "engines", away)
+        waiting = asyncio.create_task(made.verified("engine-0", VERSIONS[:1], timeout_s=60))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await made.refresh()
+    await waiting
+
+
+async def test_an_answer_that_was_overtaken_is_not_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, board, clock = await rotation(EngineState.SERVING)
+    old, asked, go_on = await board.engines(), asyncio.Event(), asyncio.Event()
+
+    async def late() -> dict[str, EngineFacts]:
+        asked.set()
+        await go_on.wait()
+        return old
+
+    with monkeypatch.context() as patch:
+        patch.setattr(board, "engines", late)
+        slow = asyncio.create_task(made.refresh())
+        await asked.wait()
+    clock.now += 1
+    await write_engine(board, "engine-0", EngineState.LOADING)
+    await made.refresh()
+    go_on.set()
+    await slow
+    assert not await made.serving(timeout_s=0)
 
 
 async def test_a_quarantined_engine_is_not_believed_about_a_verified_version() -> None:
