@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from sao.weights.control import HeldBy
 from sao.weights.manifest import Manifest
+from services.weights import metrics
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,12 @@ def doubt(
     """
     if before is None:
         return None
+    found = drift(manifest, before)
+    if found is not None:
+        metrics.CANARY_DRIFT.set(found)
     if zeroed := newly_zero(manifest, before, zeros):
         more = f" and {len(zeroed) - 1} more" if len(zeroed) > 1 else ""
         return Doubt("zero_tensor", f"{zeroed[0]}{more} holds nothing but zeros, and did not in {before.version}")
-    found = drift(manifest, before)
     if drift_max is not None and found is not None and found > drift_max:
         detail = (
             f"the canary's log-probs are {found:.3g} nats from those of {before.version} on average, allowed "

@@ -26,6 +26,9 @@ PUBLISH_TO_SERVING_SECONDS = Histogram(
 )
 VERSIONS_REFUSED = Counter("sao_weights_versions_refused_total", "Versions that will never serve", ["reason"])
 PUBLISHING_HELD = Gauge("sao_weights_publishing_held", "1 while newer versions wait, by who holds them", ["by"])
+CANARY_DRIFT = Gauge(
+    "sao_weights_canary_drift_nats", "Mean |log-prob difference| of the newest version's canary to the last one's"
+)
 VERSIONS_COLLECTED = Counter("sao_weights_versions_collected_total", "Old versions removed from the store")
 RESTARTS_SEEN = Counter("sao_weights_engine_restarts_total", "Engines found with other weights than ours", ["engine"])
 STORE_ERRORS = Counter("sao_weights_unavailable_total", "Board or store did not answer", ["what"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import REGISTRY
 
 from sao.weights.manifest import CanarySequence, FileEntry, Manifest, TensorEntry
 from services.weights.guards import Doubt, doubt, drift, newly_zero
@@ -49,6 +50,7 @@ def test_drift_is_the_mean_over_the_canary_and_the_bound_itself_is_allowed(bound
     after = version("v00000002", {HEAD: "b", BIAS: "0"}, [-1.5, -1.0])
     assert drift(after, BEFORE) == 0.75
     found = doubt(after, BEFORE, zeros=[], drift_max=bound)
+    assert REGISTRY.get_sample_value("sao_weights_canary_drift_nats") == 0.75
     assert (found is not None) == held
     if found is not None:
         assert found.guard == "canary_drift"
