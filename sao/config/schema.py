@@ -433,6 +433,9 @@ class WeightsSection(Section):
     """Deadline of each step of a round."""
     round_attempts: Count = 3
     """Tries to bring one engine to a version before it is quarantined."""
+    engines_out_max: Count | None = None
+    """Serving engines that may be out of rotation for a round at once; none: half of the engines, rounded up. The last
+    one that serves stays while another is being brought up."""
     canary_tolerance: Positive = 1e-4
     """Largest |log-prob difference| of the canary in float32; in bfloat16 the largest mean that the first version may
     show, whose own mean and 99th percentile then bound the later ones (twice and three times)."""

@@ -28,6 +28,7 @@ from services.weights.engines.base import EngineControl
 from services.weights.engines.sglang import SGLangEngine
 from services.weights.fleet import Fleet
 from services.weights.keeper import Keeper, KeeperSettings
+from services.weights.slots import Slots
 
 log = get_logger(__name__)
 _STALL_ROUNDS = 12
@@ -136,7 +137,8 @@ def build_keepers(
         attempts=config.weights.round_attempts, poll_s=config.weights.poll_s, dtype=config.engine.dtype
     )
     tolerance = tolerance_for(config)
-    keepers = [Keeper(engine, fleet, settings, tolerance, health) for engine in engines]
+    slots = Slots(config.weights.engines_out_max, hold_s=_STALL_ROUNDS * config.weights.step_timeout_s)
+    keepers = [Keeper(engine, fleet, settings, tolerance, health, slots=slots) for engine in engines]
     metrics.ENGINES_QUARANTINED.set_function(
         lambda: float(sum(keeper.facts.state is EngineState.QUARANTINED for keeper in keepers))
     )

@@ -4,6 +4,7 @@
   stays in quarantine.
 - A version that other engines have proven is tried again after `cool_down_s`, as is an engine that was unreachable; a
   version that nobody has proven is not.
+- An engine that serves leaves rotation only with a slot (slots.py); while it waits for one it goes on serving.
 - An engine whose label is not ours was restarted, whatever it says otherwise: it goes through a full round again.
 - The board may lose what it was told: the facts are compared with it every `probe_s`, and written again. That an engine
   serves is never written on the strength of memory alone; its label is asked first.
@@ -27,6 +28,7 @@ from services.weights.canary import Tolerance
 from services.weights.engines.base import EngineControl, EngineError, EngineUnreachableError
 from services.weights.fleet import Fleet
 from services.weights.rounds import Round, VerificationError, Verified
+from services.weights.slots import Slots, Standing
 
 log = get_logger(__name__)
 _VERIFIED_KEPT = 16
@@ -62,11 +64,14 @@ class Keeper:
         tolerance: Tolerance,
         health: Health,
         *,
+        slots: Slots | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`slots`: shared with the other keepers; None for an engine that is alone."""
         self._engine = engine
         self._fleet = fleet
+        self._slots = slots if slots is not None else Slots(None, hold_s=float("inf"), clock=clock)
         self._settings = settings
         self._tolerance = tolerance
         self._health = health
@@ -115,19 +120,36 @@ class Keeper:
         """Do the one thing that is due; whether anything was."""
         if self._unwritten or await self._board_differs():
             return await self._tell_again()
+        wanted = await self._due_version()
+        serving = self.facts.state is EngineState.SERVING
+        if wanted is None or (serving and self.facts.version == wanted):
+            self._slots.withdraw(self._engine.engine_id)
+            self._stand(Standing.AWAY)
+            return serving and wanted is not None and self._due() and not await self._still_serves()
+        if serving and not self._slots.take(self._engine.engine_id):
+            return self._due() and not await self._still_serves()
+        self._slots.stands(self._engine.engine_id, Standing.COMING)
+        try:
+            await self._bring_to(wanted)
+        finally:
+            self._slots.give_back(self._engine.engine_id)
+            self._stand(Standing.COMING)  # one whose round failed is tried again, or taken back: the next step tells
+            self._fleet.notify()
+        return True
+
+    async def _due_version(self) -> str | None:
+        """What the engine shall serve now; None while it does not answer, or nothing is to be tried."""
         if self._undefined and not self._answers and not await self._meet():
-            return False
+            return None
         target = self._fleet.target
         if target is None:
-            return False
+            return None
         self._measure_lag(target)
-        wanted = await self._wanted(target)
-        if wanted is None:
-            return False
-        if self.facts.state is EngineState.SERVING and self.facts.version == wanted:
-            return self._due() and not await self._still_serves()
-        await self._bring_to(wanted)
-        return True
+        return await self._wanted(target)
+
+    def _stand(self, otherwise: Standing) -> None:
+        serving = self.facts.state is EngineState.SERVING
+        self._slots.stands(self._engine.engine_id, Standing.SERVING if serving else otherwise)
 
     async def _board_differs(self) -> bool:
         if self._clock() - self._compared_at < self._settings.probe_s:

@@ -26,5 +26,9 @@ PUBLISH_TO_SERVING_SECONDS = Histogram(
 )
 VERSIONS_REFUSED = Counter("sao_weights_versions_refused_total", "Versions that will never serve", ["reason"])
 VERSIONS_COLLECTED = Counter("sao_weights_versions_collected_total", "Old versions removed from the store")
+SLOT_WAIT_SECONDS = Histogram(
+    "sao_weights_slot_wait_seconds", "From asking to leave rotation for a round until an engine may", buckets=_SECONDS
+)
+ENGINES_OUT = Gauge("sao_weights_out_engines", "Engines that left rotation for a round and are not back yet")
 RESTARTS_SEEN = Counter("sao_weights_engine_restarts_total", "Engines found with other weights than ours", ["engine"])
 STORE_ERRORS = Counter("sao_weights_unavailable_total", "Board or store did not answer", ["what"])

@@ -14,6 +14,7 @@ from services.weights.canary import Exact
 from services.weights.engines.memory import MemoryEngine, checkpoint_logprobs
 from services.weights.fleet import Fleet
 from services.weights.keeper import Keeper, KeeperSettings
+from services.weights.slots import Slots
 from tests.support.versions import announce, publish_checkpoint, write_toy_checkpoint
 
 
@@ -44,8 +45,9 @@ class RecordingBoard(MemoryBoard):
 class World:
     """Engines start from seed 0; `publish(seed)` is what the trainer does."""
 
-    def __init__(self, folder: Path, engines: int = 1) -> None:
+    def __init__(self, folder: Path, engines: int = 1, *, engines_out_max: int | None = None) -> None:
         self.folder = folder
+        self.engines_out_max = engines_out_max
         self.now = 1000.0
         self.board = RecordingBoard()
         self.store = MemoryVersionStore()
@@ -58,8 +60,9 @@ class World:
         """A new process of the weights service."""
         self.fleet = Fleet(self.board, self.store, [engine.engine_id for engine in self.engines], keep_versions=2)
         settings = KeeperSettings(attempts=2, poll_s=0.01, probe_s=1.0, cool_down_s=10.0)
+        self.slots = Slots(self.engines_out_max, hold_s=60.0, clock=lambda: self.now)
         self.keepers = [
-            Keeper(engine, self.fleet, settings, Exact(1e-4), Health(60), clock=lambda: self.now)
+            Keeper(engine, self.fleet, settings, Exact(1e-4), Health(60), slots=self.slots, clock=lambda: self.now)
             for engine in self.engines
         ]
 
