@@ -433,6 +433,10 @@ class WeightsSection(Section):
     """Deadline of each step of a round."""
     round_attempts: Count = 3
     """Tries to bring one engine to a version before it is quarantined."""
+    mode: Literal["retract", "abort", "in_place"] = "retract"
+    """What becomes of running turns when an engine takes new weights: they are computed again under them; they end, and
+    their episodes begin anew; or they go on under them with the keys and values of the old ones. Not for algorithms
+    that wait for the weights of every update: `in_place`."""
     engines_out_max: Count | None = None
     """Serving engines that may be out of rotation for a round at once; none: half of the engines, rounded up. The last
     one that serves stays while another is being brought up."""

@@ -114,6 +114,7 @@ def _worker(
             turn_timeout_s=rollout.turn_timeout_s,
         ),
         routing=routing,
+        salted=config.weights.mode == "in_place",
     )
     call_timeout_s = 2 * config.redis.timeout_s
     publisher = Publisher(

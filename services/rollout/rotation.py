@@ -59,6 +59,8 @@ class Rotation:
         self._refresh_s = refresh_s
         self._clock = clock
         self._facts: dict[str, EngineFacts] = {}
+        self._served: dict[str, str] = {}
+        """What each engine served when it was last seen in rotation: never a version that is still being loaded."""
         self._verified: dict[str, set[str]] = {engine_id: set() for engine_id in engines}
         self._load = dict.fromkeys(engines, 0)
         self._idle_since = dict.fromkeys(engines, clock())
@@ -69,6 +71,10 @@ class Rotation:
         """Turns of this worker in flight there."""
         return self._load[engine_id]
 
+    def served(self, engine_id: str) -> str:
+        """The version that this engine serves, as far as is known here; an engine that had a turn has one."""
+        return self._served[engine_id]
+
     async def refresh(self) -> None:
         """Read the board once and wake whoever waits."""
         facts = await self._board.engines()
@@ -77,6 +83,8 @@ class Rotation:
             for engine_id, found in self._facts.items():
                 # The board keeps the last 16; a long turn may have crossed more.
                 self._verified[engine_id].update(found.verified)
+                if found.in_rotation:
+                    self._served[engine_id] = found.version
             self._changed.notify_all()
         for engine_id, count in self._load.items():
             if count == 0:

@@ -24,7 +24,7 @@ from sao.weights.base import IncompleteVersionError, UnknownVersionError, Versio
 from sao.weights.filesystem import FileSystemVersionStore
 from services.weights import metrics
 from services.weights.canary import CalibrateOnFirst, Exact, Tolerance
-from services.weights.engines.base import EngineControl
+from services.weights.engines.base import EngineControl, PauseMode
 from services.weights.engines.sglang import SGLangEngine
 from services.weights.fleet import Fleet
 from services.weights.keeper import Keeper, KeeperSettings
@@ -134,7 +134,10 @@ def build_keepers(
     """The fleet and its keepers, nothing started."""
     fleet = Fleet(board, store, [engine.engine_id for engine in engines], keep_versions=config.weights.keep_versions)
     settings = KeeperSettings(
-        attempts=config.weights.round_attempts, poll_s=config.weights.poll_s, dtype=config.engine.dtype
+        attempts=config.weights.round_attempts,
+        poll_s=config.weights.poll_s,
+        dtype=config.engine.dtype,
+        mode=PauseMode(config.weights.mode),
     )
     tolerance = tolerance_for(config)
     slots = Slots(config.weights.engines_out_max, hold_s=_STALL_ROUNDS * config.weights.step_timeout_s)

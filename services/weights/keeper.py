@@ -5,6 +5,8 @@
 - A version that other engines have proven is tried again after `cool_down_s`, as is an engine that was unreachable; a
   version that nobody has proven is not.
 - An engine that serves leaves rotation only with a slot (slots.py); while it waits for one it goes on serving.
+- Without a flush (`PauseMode.IN_PLACE`) an engine only goes forward, from a version it serves: every other round begins
+  with an empty cache, so that no salt ever comes back to keys and values of other weights.
 - An engine whose label is not ours was restarted, whatever it says otherwise: it goes through a full round again.
 - The board may lose what it was told: the facts are compared with it every `probe_s`, and written again. That an engine
   serves is never written on the strength of memory alone; its label is asked first.
@@ -25,7 +27,7 @@ from sao.weights.base import VersionStoreError
 from sao.weights.manifest import Manifest
 from services.weights import metrics
 from services.weights.canary import Tolerance
-from services.weights.engines.base import EngineControl, EngineError, EngineUnreachableError
+from services.weights.engines.base import EngineControl, EngineError, EngineUnreachableError, PauseMode
 from services.weights.fleet import Fleet
 from services.weights.rounds import Round, VerificationError, Verified
 from services.weights.slots import Slots, Standing
@@ -44,6 +46,8 @@ class KeeperSettings:
     cool_down_s: float = 10.0
     dtype: str = "float32"
     """What the engine computes in."""
+    mode: PauseMode = PauseMode.RETRACT
+    """Of rounds that bring a serving engine to a newer version."""
 
 
 @dataclass
@@ -250,6 +254,8 @@ class Keeper:
             tolerance=self._tolerance,
             same_dtype=manifest.dtype == self._settings.dtype,
             report=lambda state: self._enter(state, version),
+            mode=self._mode(version),
+            replaces=self.facts.version,
         )
         started = self._clock()
         undefined, self._undefined = self._undefined, True
@@ -273,6 +279,10 @@ class Keeper:
         metrics.PUBLISH_TO_SERVING_SECONDS.observe(max(0.0, self._wall_clock() - manifest.created_s))
         log.info("engine serves", engine=engine_id, version=version, seconds=round(seconds, 4), worst=verified.worst)
         await asyncio.to_thread(store.release, loading)
+
+    def _mode(self, version: str) -> PauseMode:
+        forward = self.facts.state is EngineState.SERVING and not self._undefined and version > self.facts.version
+        return self._settings.mode if forward or self._settings.mode is not PauseMode.IN_PLACE else PauseMode.RETRACT
 
     async def _serve(self, verified: Verified) -> None:
         manifest = verified.evidence.manifest

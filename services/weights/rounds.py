@@ -7,6 +7,9 @@ Each arrow is a function that takes the proof of the state before it, so loading
 acknowledged quiesce. The canary runs after `resume`, because a paused engine scores nothing; the engine is still out
 of rotation then, and workers withhold what turns resumed meanwhile produce.
 
+Where running requests keep their keys and values (`PauseMode.IN_PLACE`) nothing is flushed. New requests then read only
+what was cached under their version's own salt, and the probe proves that: it was cached under the version from before.
+
 No `flush_cache` call on the good path: the load itself flushes and says so (a server that could not answers 400
 "Weights were updated", which is handled), a separate call costs about 0.4 s on the CPU server, and what counts is the
 proof: the probe must report no cached token.
@@ -29,6 +32,7 @@ from services.weights.engines.base import (
     EngineControl,
     GeneratedToken,
     ModelInfo,
+    PauseMode,
     UnusableAnswerError,
     UpdatedButNotFlushedError,
 )
@@ -91,8 +95,13 @@ class Round:
         tolerance: Tolerance,
         same_dtype: bool,
         report: Report,
+        mode: PauseMode = PauseMode.RETRACT,
+        replaces: str = "",
     ) -> None:
-        """`same_dtype`: the engine holds the version's own dtype, so other tensors mean other checksums."""
+        """`same_dtype`: the engine holds the version's own dtype, so other tensors mean other checksums.
+
+        `replaces`: the version whose salt the probe is cached under, where nothing is flushed (`mode`).
+        """
         self._engine = engine
         self._manifest = manifest
         self._path = path
@@ -100,6 +109,9 @@ class Round:
         self._tolerance = tolerance
         self._same_dtype = same_dtype
         self._report = report
+        self._mode = mode
+        self._flush = mode is not PauseMode.IN_PLACE
+        self._salts = ("", "") if self._flush else (replaces, manifest.version)
 
     async def run(self, *, resume_first: bool) -> Verified:
         """All steps; `resume_first` when an earlier round may have left the engine paused."""
@@ -115,13 +127,13 @@ class Round:
         probe = probe_prompt(self._manifest)
         # Weights of NaNs answer null log-probs; the prompt is cached all the same, and they are about to go.
         with suppress(UnusableAnswerError):
-            await self._engine.generate_one(probe)
+            await self._engine.generate_one(probe, salt=self._salts[0])
         return Primed(probe)
 
     async def _quiesce(self, primed: Primed) -> Quiesced:
         await self._report(EngineState.QUIESCING)
         with _timed("pause"):
-            await self._engine.pause()
+            await self._engine.pause(self._mode)
         await self._report(EngineState.QUIESCED)
         return Quiesced(primed)
 
@@ -129,7 +141,7 @@ class Round:
         await self._report(EngineState.LOADING)
         with _timed("load"):
             try:
-                await self._engine.load(self._path, self._manifest.version)
+                await self._engine.load(self._path, self._manifest.version, flush=self._flush)
             except UpdatedButNotFlushedError:
                 # The weights are live, the cache and the reported label are old: once the cache is empty, load again.
                 await self._engine.flush()
@@ -162,7 +174,8 @@ class Round:
         sequences = self._manifest.canary
         with _timed("canary"):
             probe = loaded.primed.probe
-            info, token = await asyncio.gather(self._engine.model_info(), self._engine.generate_one(probe))
+            fresh_token = self._engine.generate_one(probe, salt=self._salts[1])
+            info, token = await asyncio.gather(self._engine.model_info(), fresh_token)
             asked = [*(sequence.token_ids for sequence in sequences), [*probe, token.token_id]]
             *scores, fresh = await self._engine.score(asked)
         try:

@@ -55,6 +55,18 @@ async def test_the_least_loaded_engine_is_chosen_and_the_preferred_one_before_it
         assert await chosen(made, prefer="engine-0") == "engine-1"
 
 
+async def test_what_an_engine_serves_is_never_what_it_is_only_loading() -> None:
+    made, board, _ = await rotation(EngineState.SERVING)
+    assert made.served("engine-0") == VERSIONS[0]
+    facts = (await board.engines())["engine-0"]
+    await board.write_engine(facts.model_copy(update={"state": EngineState.QUIESCING, "version": VERSIONS[1]}))
+    await made.refresh()
+    assert made.served("engine-0") == VERSIONS[0]
+    await board.write_engine(facts.model_copy(update={"version": VERSIONS[1]}))
+    await made.refresh()
+    assert made.served("engine-0") == VERSIONS[1]
+
+
 async def test_an_engine_that_failed_a_turn_is_the_last_choice_for_a_while() -> None:
     made, board, clock = await rotation(EngineState.SERVING, EngineState.SERVING)
     with pytest.raises(EngineUnavailableError):

@@ -12,9 +12,7 @@ from sao.weights.base import IncompleteVersionError
 from sao.weights.manifest import Manifest
 from services.weights.preflight import directory_layout
 from tests.support.versions import announce, floats, publish_checkpoint, write_safetensors, write_toy_checkpoint
-from tests.unit.services.weights.world import World
-
-SERVED = ["quiescing", "quiesced", "loading", "verifying", "serving"]
+from tests.unit.services.weights.world import SERVED, World
 
 
 @pytest.fixture
