@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +25,7 @@ from services.weights.preflight import (
     manifest_layout,
 )
 from services.weights.rounds import Evidence
+from services.weights.staging import Staging
 
 log = get_logger(__name__)
 _EVIDENCE_KEPT = 4
@@ -43,6 +45,7 @@ class Fleet:
     def __init__(self, board: Board, store: VersionStore, engine_ids: list[str], *, keep_versions: int) -> None:
         self.board = board
         self.store = store
+        self.staging = Staging(store)
         self.target: Manifest | None = None
         self.refused: dict[str, str] = {}
         self.evidence: OrderedDict[str, Evidence] = OrderedDict()
@@ -118,11 +121,13 @@ class Fleet:
             return False
         if version not in await self.board.versions() or version not in await asyncio.to_thread(self.store.names):
             return False
+        started, signature = time.monotonic(), await asyncio.to_thread(self.staging.signature, version)
         try:
             manifest = await asyncio.to_thread(inspect, self.store, version, self._reference)
         except RefusedVersionError as error:
             self.refuse(version, error.reason, str(error))
             return False
+        self.staging.note(version, signature, time.monotonic() - started)
         if self._reference is None:
             self._reference = manifest_layout(manifest)
         self.target = self._newest = manifest

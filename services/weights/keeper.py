@@ -4,6 +4,8 @@
   stays in quarantine.
 - A version that other engines have proven is tried again after `cool_down_s`, as is an engine that was unreachable; a
   version that nobody has proven is not.
+- All that can be done before an engine leaves rotation is done before (staging.py); a version found damaged then never
+  costs the engine what it serves.
 - An engine that serves leaves rotation only with a slot (slots.py); while it waits for one it goes on serving.
 - Without a flush (`PauseMode.IN_PLACE`) an engine only goes forward, from a version it serves: every other round begins
   with an empty cache, so that no salt ever comes back to keys and values of other weights.
@@ -23,14 +25,15 @@ from sao.board.base import EngineFacts, EngineState
 from sao.streams.base import StreamUnavailableError
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
-from sao.weights.base import VersionStoreError
+from sao.weights.base import IncompleteVersionError, VersionStoreError
 from sao.weights.manifest import Manifest
 from services.weights import metrics
 from services.weights.canary import Tolerance
 from services.weights.engines.base import EngineControl, EngineError, EngineUnreachableError, PauseMode
 from services.weights.fleet import Fleet
-from services.weights.rounds import Round, VerificationError, Verified
+from services.weights.rounds import Round, RoundTimings, VerificationError, Verified
 from services.weights.slots import Slots, Standing
+from services.weights.staging import Staged, on_this_host
 
 log = get_logger(__name__)
 _VERIFIED_KEPT = 16
@@ -93,6 +96,13 @@ class Keeper:
         self._served_update: int | None = None
         self._undefined = True
         """Whether the engine may be paused, or hold anything: at the start and after a failed round."""
+        self.last_round: RoundTimings | None = None
+        """Of the newest one that succeeded."""
+        self._local = on_this_host(engine.url)
+        self._staged: Staged | None = None
+        """For the round that is due."""
+        self._began = clock()
+        self._paused_s = 0.0
         self.facts = EngineFacts(
             engine_id=engine.engine_id, url=engine.url, state=EngineState.STARTING, version="", since_s=wall_clock()
         )
@@ -130,6 +140,8 @@ class Keeper:
             self._slots.withdraw(self._engine.engine_id)
             self._stand(Standing.AWAY)
             return serving and wanted is not None and self._due() and not await self._still_serves()
+        if not await self._stage(wanted):
+            return False
         if serving and not self._slots.take(self._engine.engine_id):
             return self._due() and not await self._still_serves()
         self._slots.stands(self._engine.engine_id, Standing.COMING)
@@ -240,10 +252,31 @@ class Keeper:
         await self._quarantine(f"serves {label!r} instead of {self.facts.version!r}: it was restarted or changed")
         return False
 
+    @property
+    def _loading(self) -> str:
+        """Holder of the lease on what the engine is brought to."""
+        return f"{self._engine.engine_id}.loading"
+
+    async def _stage(self, version: str) -> bool:
+        """Whether the version's files are ready for the engine; one that is damaged is not tried for a while."""
+        if self._staged is not None and self._staged.version == version:
+            return True
+        await asyncio.to_thread(self._fleet.store.lease, version, self._loading)
+        try:
+            self._staged = await self._fleet.staging.stage(version, local=self._local)
+        except IncompleteVersionError as error:
+            retry_at = self._clock() + self._settings.cool_down_s
+            self._given_up[version] = _GivenUp(retry_at, await self._label() or "", unproven=True)
+            if version not in self._fleet.refused:
+                self._fleet.refuse(version, "files", str(error))
+            if self.facts.state is not EngineState.SERVING:
+                await self._quarantine(str(error))
+            return False
+        return True
+
     async def _bring_to(self, version: str) -> None:
         store, engine_id = self._fleet.store, self._engine.engine_id
-        loading = f"{engine_id}.loading"
-        await asyncio.to_thread(store.lease, version, loading)
+        staged, self._staged = self._staged, None
         manifest = await asyncio.to_thread(store.manifest, version)
         path = await asyncio.to_thread(store.path, version)
         attempt = Round(
@@ -256,6 +289,7 @@ class Keeper:
             report=lambda state: self._enter(state, version),
             mode=self._mode(version),
             replaces=self.facts.version,
+            staged_s=staged.seconds if staged is not None else 0.0,
         )
         started = self._clock()
         undefined, self._undefined = self._undefined, True
@@ -273,12 +307,13 @@ class Keeper:
         await asyncio.to_thread(store.lease, version, engine_id)
         self._undefined = False
         await self._serve(verified)
+        self._measure_pause(verified.timings)
         seconds = self._clock() - started
         metrics.ROUNDS.labels(engine_id, "ok").inc()
         metrics.ROUND_SECONDS.observe(seconds)
         metrics.PUBLISH_TO_SERVING_SECONDS.observe(max(0.0, self._wall_clock() - manifest.created_s))
         log.info("engine serves", engine=engine_id, version=version, seconds=round(seconds, 4), worst=verified.worst)
-        await asyncio.to_thread(store.release, loading)
+        await asyncio.to_thread(store.release, self._loading)
 
     def _mode(self, version: str) -> PauseMode:
         forward = self.facts.state is EngineState.SERVING and not self._undefined and version > self.facts.version
@@ -306,6 +341,14 @@ class Keeper:
     def _measure_lag(self, target: Manifest) -> None:
         if self._served_update is not None:
             metrics.LAG_UPDATES.labels(self._engine.engine_id).set(target.update - self._served_update)
+
+    def _measure_pause(self, timings: RoundTimings) -> None:
+        self.last_round = timings
+        self._paused_s += timings.paused_s
+        engine_id, elapsed_s = self._engine.engine_id, max(self._clock() - self._began, self._paused_s)
+        metrics.PAUSE_SECONDS.labels(engine_id).observe(timings.paused_s)
+        metrics.PAUSED_RATIO.labels(engine_id).set(self._paused_s / elapsed_s if elapsed_s else 0.0)
+        metrics.LOADED_BYTES.labels(engine_id).inc(timings.bytes)
 
     async def _failed(self, version: str, error: str, *, unproven: bool) -> None:
         self._failures[version] = self._failures.get(version, 0) + 1

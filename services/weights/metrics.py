@@ -26,6 +26,14 @@ PUBLISH_TO_SERVING_SECONDS = Histogram(
 )
 VERSIONS_REFUSED = Counter("sao_weights_versions_refused_total", "Versions that will never serve", ["reason"])
 VERSIONS_COLLECTED = Counter("sao_weights_versions_collected_total", "Old versions removed from the store")
+STAGING_SECONDS = Histogram(
+    "sao_weights_staging_seconds", "Reading a version's files and comparing them, while engines serve", buckets=_SECONDS
+)
+PAUSE_SECONDS = Histogram(
+    "sao_weights_pause_seconds", "From asking an engine to pause until it has resumed", ["engine"], buckets=_SECONDS
+)
+PAUSED_RATIO = Gauge("sao_weights_paused_ratio", "Share of the time since the start, paused", ["engine"])
+LOADED_BYTES = Counter("sao_weights_loaded_bytes_total", "Size of the versions that an engine has loaded", ["engine"])
 SLOT_WAIT_SECONDS = Histogram(
     "sao_weights_slot_wait_seconds", "From asking to leave rotation for a round until an engine may", buckets=_SECONDS
 )

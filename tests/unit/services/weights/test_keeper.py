@@ -38,7 +38,7 @@ async def test_a_version_is_brought_in_step_by_step(world: World) -> None:
     assert (facts.version, facts.verified, facts.error) == (version, [version], "")
     assert facts.in_rotation
     calls = world.engines[0].calls
-    order = ["pause", "load", "checksums", "resume", "generate", "score"]
+    order = ["pause", "load", "resume", "checksums", "generate", "score"]
     positions = [len(calls) - 1 - calls[::-1].index(step) for step in order]
     assert positions == sorted(positions)
     assert world.store.leases() == {"engine-0": version}
