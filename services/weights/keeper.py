@@ -30,6 +30,7 @@ from sao.weights.manifest import Manifest
 from services.weights import metrics
 from services.weights.canary import Tolerance
 from services.weights.engines.base import EngineControl, EngineError, EngineUnreachableError, PauseMode
+from services.weights.engines.releases import TESTED, UnsupportedReleaseError, is_tested
 from services.weights.fleet import Fleet
 from services.weights.rounds import Round, RoundTimings, VerificationError, Verified
 from services.weights.slots import Slots, Standing
@@ -193,6 +194,14 @@ class Keeper:
             return False
         try:
             info = await self._engine.model_info()
+            release = await self._engine.server_release()
+            tested = is_tested(self._engine.engine_id, release)
+        except UnsupportedReleaseError as error:
+            if str(error) != self._silence:
+                self._silence = str(error)
+                log.warning("engine refused", engine=self._engine.engine_id, error=str(error))
+                await self._quarantine(str(error))
+            return False
         except EngineError as error:
             if str(error) != self._silence:
                 self._silence = str(error)
@@ -201,6 +210,8 @@ class Keeper:
                     await self._write(self.facts.model_copy(update={"error": str(error)}))
             return False
         self._answers, self._silence = True, ""
+        if not tested:
+            log.warning("untested SGLang release", engine=self._engine.engine_id, found=release, tested=TESTED)
         await self._fleet.meet(info.model_path)
         return True
 
@@ -249,6 +260,7 @@ class Keeper:
         if label == self.facts.version:
             return True
         metrics.RESTARTS_SEEN.labels(self._engine.engine_id).inc()
+        self._answers, self._looked_at = False, float("-inf")  # another release may have been started: meet it anew
         await self._quarantine(f"serves {label!r} instead of {self.facts.version!r}: it was restarted or changed")
         return False
 

@@ -17,6 +17,7 @@ from services.weights.engines.base import (
     PauseMode,
 )
 from services.weights.engines.memory import MemoryEngine
+from services.weights.engines.releases import TESTED, is_tested
 from services.weights.engines.sglang import SGLangEngine
 
 IDS = [1, 5, 9, 7, 3, 8, 11, 4]
@@ -108,6 +109,12 @@ async def test_an_engine_goes_on_after_each_kind_of_pause(engine: EngineControl,
     await engine.pause(mode)
     await engine.resume()
     assert (await engine.generate_one(IDS)).logprob < 0
+
+
+async def test_it_says_its_release_also_while_paused(engine: EngineControl) -> None:
+    assert is_tested("engine-0", await engine.server_release())
+    await engine.pause()
+    assert await engine.server_release() == TESTED
 
 
 async def test_flush_empties_the_cache(engine: EngineControl) -> None:

@@ -57,6 +57,7 @@ class MemoryEngine:
         """Every prompt taken, in order."""
         self.salts: list[str] = []
         """And the cache salt of each."""
+        self.rids: list[str] = []
         self._vocab_size = vocab_size
         self._policy = policy or uniform(vocab_size)
         self._routing = routing
@@ -95,6 +96,7 @@ class MemoryEngine:
             raise self.failures.pop(0)
         self.prompts.append(list(input_ids))
         self.salts.append(cache_salt)
+        self.rids.append(rid)
         self.running.add(rid)
         started = time.monotonic()
         try:

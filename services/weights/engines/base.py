@@ -91,6 +91,9 @@ class EngineControl(Protocol):
 
     async def model_info(self) -> ModelInfo: ...
 
+    async def server_release(self) -> str:
+        """The server's release, such as 0.5.23; empty when it does not say (releases.py judges it)."""
+
     async def pause(self, mode: PauseMode = PauseMode.RETRACT) -> None:
         """Hold new requests and do with running ones as `mode` says; on return no forward pass runs."""
 

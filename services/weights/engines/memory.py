@@ -76,6 +76,7 @@ class MemoryEngine:
     checkpoint: Path
     deadline_s: float = 1.0
     label: str = "initial"
+    release: str = "0.5.23"
     faults: Faults = field(default_factory=Faults)
     calls: list[str] = field(default_factory=list)
     pauses: list[PauseMode] = field(default_factory=list)
@@ -103,6 +104,10 @@ class MemoryEngine:
     async def model_info(self) -> ModelInfo:
         await self._enter("model_info")
         return ModelInfo(self._version, str(self._path))
+
+    async def server_release(self) -> str:
+        await self._enter("release")
+        return self.release
 
     async def pause(self, mode: PauseMode = PauseMode.RETRACT) -> None:
         await self._enter("pause")

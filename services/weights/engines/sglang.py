@@ -76,6 +76,16 @@ class SGLangEngine:
         body = await self._object("model_info", "GET", "/model_info", headers=self._data)
         return ModelInfo(str(body.get("weight_version", "")), str(body.get("model_path", "")))
 
+    async def server_release(self) -> str:
+        try:
+            body = await self._object("release", "GET", "/server_info", headers=self._data)
+        except EngineRefusedError as error:
+            if error.status == httpx.codes.NOT_FOUND:  # old releases know it by another name
+                return ""
+            raise
+        found = body.get("version")
+        return found if isinstance(found, str) else ""
+
     async def pause(self, mode: PauseMode = PauseMode.RETRACT) -> None:
         await self._send("pause", "POST", "/pause_generation", json={"mode": mode.value}, headers=self._control)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -244,3 +245,13 @@ async def test_turns_carry_the_version_served_as_their_salt_where_loads_do_not_f
     lease = ingest_pb2.PromptLease(lease_id="7-3", attempt=1)
     await (await runner(engine, task, salted=salted)).play(lease, attempt=1)
     assert engine.salts == [salt, salt]
+
+
+async def test_every_request_has_an_id_of_its_own_and_of_fixed_length() -> None:
+    engine = stops_after(3)
+    lease = ingest_pb2.PromptLease(lease_id="7-3", attempt=1)
+    for attempt in (1, 2):
+        task = ScriptedTask([1] * 4, Observation([3, 4], done=False), Observation([], done=True))
+        await (await runner(engine, task)).play(lease, attempt=attempt)
+    assert len(set(engine.rids)) == len(engine.rids) == 4, "an attempt that is repeated is another request"
+    assert all(re.fullmatch(r"[0-9a-f]{32}", rid) for rid in engine.rids), "an abort matches by prefix"
