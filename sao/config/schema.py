@@ -144,6 +144,10 @@ class SamplingSection(Section):
 class EngineSection(Section):
     urls: list[str] = []
     """Base URLs of the SGLang servers; `sao up` starts `count` of its own and fills this in."""
+    discovery: Literal["static", "dns"] = "static"
+    """Where the weights service learns which engines there are: `urls`, or the addresses of `dns`, asked every 3 s."""
+    dns: str = ""
+    """name:port; the name resolves to an address for each engine, as that of a headless service does."""
     count: Count = 1
     """Engines that `sao up` starts."""
     environment: FilePath = Path(".venv-engine")
@@ -166,6 +170,18 @@ class EngineSection(Section):
         for url in self.urls:
             if not re.match(r"https?://[^/\s]+", url):
                 raise wrong_setting(key="urls", reason=f"expected http://host:port, found {url!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_discovery(self) -> EngineSection:
+        if self.discovery == "static" and self.dns:
+            raise wrong_setting(
+                key="dns", reason=f"{self.dns!r} is not asked: engine.discovery is static, expected dns"
+            )
+        if self.discovery == "dns" and self.urls:
+            raise wrong_setting(key="urls", reason="engine.discovery is dns, which finds the engines; expected none")
+        if self.discovery == "dns" and not re.fullmatch(r"[^\s/:]+:[0-9]{1,5}", self.dns):
+            raise wrong_setting(key="dns", reason=f"expected name:port, found {self.dns!r}")
         return self
 
 

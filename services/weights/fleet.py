@@ -29,7 +29,7 @@ from services.weights.staging import Staging
 
 log = get_logger(__name__)
 _EVIDENCE_KEPT = 4
-_ENGINE_LEASE = re.compile(r"(engine-[0-9]+)(\.loading)?")
+_ENGINE_LEASE = re.compile(r"(engine-[0-9a-f-]+)(\.loading)?")
 """Holders of leases that keepers take (keeper.py); others' are left alone."""
 
 
@@ -49,7 +49,7 @@ class Fleet:
         self.target: Manifest | None = None
         self.refused: dict[str, str] = {}
         self.evidence: OrderedDict[str, Evidence] = OrderedDict()
-        self._engine_ids = engine_ids
+        self._engine_ids = set(engine_ids)
         self._keep_versions = keep_versions
         self._reference: Layout | None = None
         self._newest: Manifest | None = None
@@ -174,8 +174,16 @@ class Fleet:
         """An engine used up its attempts on this version; when all have and none passed, it is refused."""
         failed = self._failed.setdefault(version, set())
         failed.add(engine_id)
-        if failed >= set(self._engine_ids) and version not in self.evidence and version not in self.refused:
+        if failed >= self._engine_ids and version not in self.evidence and version not in self.refused:
             self.refuse(version, "canary", f"no engine could prove it; last: {detail}")
+
+    def join(self, engine_id: str) -> None:
+        """Count on this engine from now on."""
+        self._engine_ids.add(engine_id)
+
+    def leave(self, engine_id: str) -> None:
+        """Count on this engine no more."""
+        self._engine_ids.discard(engine_id)
 
     def last_good(self, excluding: str) -> str | None:
         """The version proven last, other than `excluding`, that the store still has."""

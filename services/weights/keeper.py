@@ -265,7 +265,7 @@ class Keeper:
         return False
 
     @property
-    def _loading(self) -> str:
+    def loading(self) -> str:
         """Holder of the lease on what the engine is brought to."""
         return f"{self._engine.engine_id}.loading"
 
@@ -273,7 +273,7 @@ class Keeper:
         """Whether the version's files are ready for the engine; one that is damaged is not tried for a while."""
         if self._staged is not None and self._staged.version == version:
             return True
-        await asyncio.to_thread(self._fleet.store.lease, version, self._loading)
+        await asyncio.to_thread(self._fleet.store.lease, version, self.loading)
         try:
             self._staged = await self._fleet.staging.stage(version, local=self._local)
         except IncompleteVersionError as error:
@@ -325,7 +325,7 @@ class Keeper:
         metrics.ROUND_SECONDS.observe(seconds)
         metrics.PUBLISH_TO_SERVING_SECONDS.observe(max(0.0, self._wall_clock() - manifest.created_s))
         log.info("engine serves", engine=engine_id, version=version, seconds=round(seconds, 4), worst=verified.worst)
-        await asyncio.to_thread(store.release, self._loading)
+        await asyncio.to_thread(store.release, self.loading)
 
     def _mode(self, version: str) -> PauseMode:
         forward = self.facts.state is EngineState.SERVING and not self._undefined and version > self.facts.version

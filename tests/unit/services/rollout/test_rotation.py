@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
-from sao.board.base import EngineState
+from sao.board.base import EngineFacts, EngineState
 from sao.board.memory import MemoryBoard
 from services.rollout import metrics
-from services.rollout.engines.base import EngineUnavailableError
+from services.rollout.engines.base import Engine, EngineUnavailableError
+from services.rollout.engines.memory import MemoryEngine
 from services.rollout.rotation import NoEngineError, Rotation, UnverifiedVersionError
 from tests.support.rollout_worker import memory_engines, write_engine
 from tests.support.trajectories import VERSIONS
@@ -147,3 +148,66 @@ async def test_idle_time_is_counted_only_while_no_turn_runs() -> None:
     clock.now += 2
     await made.refresh()
     assert counter._value.get() - before == pytest.approx(5)
+
+
+class Connections:
+    """Clients that are made and closed as the board says."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.closed: list[str] = []
+
+    def __call__(self, facts: EngineFacts) -> Engine:
+        self.made.append(facts.engine_id)
+        connections = self
+
+        class Closing(MemoryEngine):
+            async def close(self) -> None:
+                connections.closed.append(self.engine_id)
+
+        return Closing(facts.engine_id, 32)
+
+
+async def test_engines_that_join_are_taken_and_those_that_leave_are_let_go_after_their_last_turn() -> None:
+    board, connections = MemoryBoard(), Connections()
+    made = Rotation(board, {}, connect=connections)
+    await made.refresh()
+    assert not await made.serving(timeout_s=0)
+    await write_engine(board, "engine-10-0-0-5", EngineState.STARTING)
+    await made.refresh()
+    assert not await made.serving(timeout_s=0), "it is on the board before it is in rotation"
+    await write_engine(board, "engine-10-0-0-5")
+    await made.refresh()
+    async with made.turn(timeout_s=1) as engine:
+        assert engine.engine_id == "engine-10-0-0-5"
+        await board.remove_engine("engine-10-0-0-5")
+        await made.refresh()
+        assert not await made.serving(timeout_s=0)
+        assert connections.closed == [], "its turn is not over"
+    await made.refresh()
+    assert connections.closed == ["engine-10-0-0-5"]
+    await made.verified("engine-10-0-0-5", VERSIONS[:1], timeout_s=1)
+
+
+async def test_another_engine_under_the_same_name_has_verified_nothing() -> None:
+    board, connections = MemoryBoard(), Connections()
+    made = Rotation(board, {}, connect=connections)
+    await write_engine(board, "engine-10-0-0-5")
+    await made.refresh()
+    await board.remove_engine("engine-10-0-0-5")
+    await made.refresh()
+    await write_engine(board, "engine-10-0-0-5", EngineState.STARTING, verified=())
+    await made.refresh()
+    assert connections.made == ["engine-10-0-0-5"] * 2
+    with pytest.raises(UnverifiedVersionError):
+        await made.verified("engine-10-0-0-5", VERSIONS[:1], timeout_s=0.01)
+
+
+async def test_closing_lets_every_engine_go() -> None:
+    board, connections = MemoryBoard(), Connections()
+    made = Rotation(board, {}, connect=connections)
+    for name in ("engine-a", "engine-b"):
+        await write_engine(board, name)
+    await made.refresh()
+    await made.close()
+    assert sorted(connections.closed) == ["engine-a", "engine-b"]
