@@ -333,6 +333,8 @@ class TrainerSection(Section):
     """tau: the oldest that may train, in updates."""
     publish_every: Count = 1
     """Updates between published versions."""
+    publish_min_seconds: NonNegative = 0.0
+    """And at least so many seconds; but after max_lag + 1 updates a version is published in any case."""
     preference_policy: Literal["keep", "rescore", "drop"] = "rescore"
     """What to do with an outcome scored under another preference than the update's."""
     routing_replay: bool = False

@@ -53,6 +53,11 @@ def test_every_name_is_an_algorithm() -> None:
             "waits for the weights of every update",
         ),
         (
+            ("trainer.algorithm=grpo_sync", "group.size=4", "trainer.publish_min_seconds=5"),
+            "trainer.publish_min_seconds",
+            "waits for the weights of every update",
+        ),
+        (
             ("trainer.algorithm=grpo_sync", "group.size=4", "weights.mode=in_place"),
             "weights.mode",
             "samples each turn from one version",

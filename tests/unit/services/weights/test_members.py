@@ -124,6 +124,7 @@ async def test_one_answer_with_it_makes_an_engine_stay(tmp_path: Path) -> None:
             scene.discovery.addresses = addresses
             await scene.members.look()
     assert sorted(await scene.facts()) == ["engine-a", "engine-b"]
+    assert scene.closed == [], "it never left"
 
 
 async def test_a_look_that_fails_changes_nothing(tmp_path: Path) -> None:
