@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,27 +27,26 @@ from services.weights.preflight import (
     layout_difference,
     manifest_layout,
 )
-from services.weights.rounds import Evidence
+from services.weights.rounds import Evidence, RoundTimings
+from services.weights.staging import Staging
 
 log = get_logger(__name__)
 _EVIDENCE_KEPT = 4
-_ENGINE_LEASE = re.compile(r"(engine-[0-9]+)(\.loading)?")
+_ENGINE_LEASE = re.compile(r"(engine-[0-9a-f-]+)(\.loading)?")
 """Holders of leases that keepers take (keeper.py); others' are left alone."""
 
 
 OPERATOR_LEASE = "operator"
 """Holder of the lease on the version that publishing is pinned to."""
-_TIMED_KEPT = 32
+_ROUNDS_KEPT = 32
 
 
 @dataclass(frozen=True)
-class RoundTimes:
-    """The last round that brought a version to an engine."""
+class EndedRound:
+    """The last round that was to bring a version to an engine; without `timings` it failed, with `error`."""
 
-    steps: Mapping[str, float]
-    """Seconds of each step that ended well, in order."""
+    timings: RoundTimings | None
     error: str
-    """Empty when the engine served it at the end."""
 
 
 class Fleet:
@@ -73,14 +73,15 @@ class Fleet:
         self.board = board
         self.store = store
         self.holds = holds
+        self.staging = Staging(store)
         self.target: Manifest | None = None
         self.published = ""
         """The newest version that the trainer has named."""
         self.refused: dict[str, str] = {}
         self.evidence: OrderedDict[str, Evidence] = OrderedDict()
-        self.rounds: OrderedDict[str, dict[str, RoundTimes]] = OrderedDict()
+        self.rounds: OrderedDict[str, dict[str, EndedRound]] = OrderedDict()
         """By version and engine."""
-        self._engine_ids = engine_ids
+        self._engine_ids = set(engine_ids)
         self._keep_versions = keep_versions
         self._drift_max = drift_max
         self._reference: Layout | None = None
@@ -90,7 +91,7 @@ class Fleet:
         self._missing = ""
         self._decided: tuple[str, int, int] | None = None
         """What the last choice was made from, so that it is made once."""
-        self._reconsidered = 0
+        self._refusals = 0
         self._met = False
         self._failed: dict[str, set[str]] = {}
         self._good: list[str] = []
@@ -150,7 +151,6 @@ class Fleet:
             self._reference = layout
         elif target is not None and not self._good and (found := layout_difference(own, layout, dtypes=False)):
             self._reference, self.target = layout, None
-            self._reconsidered += 1
             self.refuse(target.version, "layout", f"not the tensors of {launch_checkpoint}: {found}")
 
     async def follow(self) -> bool:
@@ -192,11 +192,14 @@ class Fleet:
         """The manifest of a version that may be loaded; RefusedVersionError, and it stays refused, when it may not."""
         if self.target is not None and self.target.version == version:
             return self.target
+        started, signature = time.monotonic(), await asyncio.to_thread(self.staging.signature, version)
         try:
-            return await asyncio.to_thread(inspect, self.store, version, self._reference)
+            manifest = await asyncio.to_thread(inspect, self.store, version, self._reference)
         except RefusedVersionError as error:
             self.refuse(version, error.reason, str(error))
             raise
+        self.staging.note(version, signature, time.monotonic() - started)
+        return manifest
 
     async def _pinned(self, version: str) -> Manifest | None:
         """The version that publishing is pinned to, or, at a start that finds it unusable, what was proven last."""
@@ -228,7 +231,7 @@ class Fleet:
         if trainer is None or not trainer.version or self._goes_back(trainer):
             return None
         self.published = trainer.version
-        made_from = (trainer.version, self.holds.turn, self._reconsidered)
+        made_from = (trainer.version, self.holds.turn, self._refusals)
         if made_from == self._decided:
             return None
         usable = set(await self.board.versions()) & set(await asyncio.to_thread(self.store.names))
@@ -284,6 +287,7 @@ class Fleet:
     def refuse(self, version: str, reason: str, detail: str) -> None:
         """Never let this version serve."""
         self.refused[version] = detail
+        self._refusals += 1
         metrics.VERSIONS_REFUSED.labels(reason).inc()
         log.error("version refused", version=version, reason=reason, detail=detail)
 
@@ -305,16 +309,23 @@ class Fleet:
         """An engine used up its attempts on this version; when all have and none passed, it is refused."""
         failed = self._failed.setdefault(version, set())
         failed.add(engine_id)
-        if failed >= set(self._engine_ids) and version not in self.evidence and version not in self.refused:
-            self._reconsidered += 1
+        if failed >= self._engine_ids and version not in self.evidence and version not in self.refused:
             self.refuse(version, "canary", f"no engine could prove it; last: {detail}")
 
-    def timed(self, engine_id: str, version: str, steps: Mapping[str, float], *, error: str = "") -> None:
-        """Remember what a round took."""
-        self.rounds.setdefault(version, {})[engine_id] = RoundTimes(dict(steps), error)
+    def ended(self, engine_id: str, version: str, *, timings: RoundTimings | None = None, error: str = "") -> None:
+        """Remember how a round ended."""
+        self.rounds.setdefault(version, {})[engine_id] = EndedRound(timings, error)
         self.rounds.move_to_end(version)
-        while len(self.rounds) > _TIMED_KEPT:
+        while len(self.rounds) > _ROUNDS_KEPT:
             self.rounds.popitem(last=False)
+
+    def join(self, engine_id: str) -> None:
+        """Count on this engine from now on."""
+        self._engine_ids.add(engine_id)
+
+    def leave(self, engine_id: str) -> None:
+        """Count on this engine no more."""
+        self._engine_ids.discard(engine_id)
 
     def last_good(self, excluding: str) -> str | None:
         """The version proven last, other than `excluding`, that nobody holds and the store still has."""

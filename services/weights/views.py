@@ -11,6 +11,7 @@ from sao.board.base import EngineFacts
 from sao.weights.base import IncompleteVersionError, UnknownVersionError
 from sao.weights.manifest import Manifest
 from services.weights.fleet import Fleet
+from services.weights.rounds import RoundTimings
 
 VersionState = Literal["target", "refused", "held", "waiting", "earlier"]
 
@@ -45,10 +46,9 @@ class HeldView(BaseModel):
 class RoundView(BaseModel):
     """The last round of one version on one engine, since the service started."""
 
-    steps_s: dict[str, float]
-    """Seconds of each step that ended well, in order."""
+    timings: RoundTimings | None
+    """None when it failed."""
     error: str
-    """Empty when the engine served it at the end."""
 
 
 class WeightView(VersionView):
@@ -147,9 +147,7 @@ def _weight(fleet: Fleet, view: VersionView, engines: Sequence[EngineFacts]) -> 
         serving=[one.engine_id for one in engines if one.in_rotation and one.version == view.version],
         held=HeldView(**held.model_dump()) if held is not None else None,
         pinned=control.pin is not None and control.pin.version == view.version,
-        rounds={
-            engine: RoundView(steps_s=dict(times.steps), error=times.error) for engine, times in sorted(rounds.items())
-        },
+        rounds={name: RoundView(timings=one.timings, error=one.error) for name, one in sorted(rounds.items())},
     )
 
 

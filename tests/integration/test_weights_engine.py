@@ -50,7 +50,7 @@ def transformers_logprobs(directory: Path, token_ids: Sequence[int]) -> list[flo
 class StaleEngine(SGLangEngine):
     """A server whose prefix cache outlives updates, as one that is told not to flush (and says that it did)."""
 
-    async def load(self, path: Path, version: str) -> None:
+    async def load(self, path: Path, version: str, *, flush: bool = True) -> None:
         request = {"model_path": str(path), "weight_version": version, "flush_cache": False}
         await self._send("load", "POST", "/update_weights_from_disk", json=request, headers={})
 

@@ -110,6 +110,7 @@ def make_runner(
     limits: EpisodeLimits = LIMITS,
     run: str = "run",
     routing: RoutingShape | None = None,
+    salted: bool = False,
 ) -> EpisodeRunner:
     return EpisodeRunner(
         run=run,
@@ -120,6 +121,7 @@ def make_runner(
         rotation=rotation,
         limits=limits,
         routing=routing,
+        salted=salted,
     )
 
 
