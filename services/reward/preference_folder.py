@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import uuid
 from pathlib import Path
 
-from sao.atomic import make_directory, write_file
+from pydantic import ValidationError
+
+from sao.atomic import fsync_directory, make_directory, write_file
 from sao.board.base import Board
 from sao.preference import Preference
 from sao.streams.base import StreamError
@@ -37,15 +40,24 @@ class PreferenceFolder:
         return max(self._versions(), default=0)
 
     def read_all(self) -> list[Preference]:
-        """Every version kept, ascending."""
-        return [Preference.model_validate_json(self._file(version).read_bytes()) for version in self._versions()]
+        """Every version kept, ascending; one that is damaged is left out, and logged."""
+        found = []
+        for version in self._versions():
+            try:
+                found.append(Preference.model_validate_json(self._file(version).read_bytes()))
+            except ValidationError as error:
+                log.error("a kept preference is damaged", file=str(self._file(version)), error=str(error))  # noqa: TRY400
+        return found
 
     def keep(self, preference: Preference) -> None:
         """Make this version durable; one that is kept stays as it is."""
         path = self._file(preference.version)
         if not path.exists():
             make_directory(self._path)
-            write_file(path, preference.model_dump_json().encode())
+            mine = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # others may write the same version now
+            write_file(mine, preference.model_dump_json().encode())
+            mine.replace(path)
+            fsync_directory(self._path)
 
     def _file(self, version: int) -> Path:
         return self._path / f"{version:08d}.json"
@@ -59,7 +71,8 @@ async def reconcile(board: Board, folder: PreferenceFolder) -> None:
     """Bring the board up to the folder, or the folder up to the board; OSError when the folder refuses."""
     current = await board.preference()
     on_board, kept = current.version if current is not None else 0, folder.newest()
-    if on_board < kept and await board.restore_preferences(folder.read_all()):
+    everything = folder.read_all() if on_board < kept else []
+    if everything and await board.restore_preferences(everything):
         metrics.PREFERENCES_RESTORED.inc()
         log.error("the board had lost its preferences, they are restored", found=on_board, restored=kept)
     for version in range(kept + 1, on_board + 1):

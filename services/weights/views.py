@@ -140,7 +140,7 @@ def _version(fleet: Fleet, manifest: Manifest, leases: dict[str, str]) -> Versio
 def _weight(fleet: Fleet, view: VersionView, engines: Sequence[EngineFacts]) -> WeightView:
     control = fleet.holds.control
     held = control.held.get(view.version)
-    rounds = fleet.rounds.get(view.version, {})
+    rounds = dict(fleet.rounds.get(view.version, {}))  # a copy: this is not the thread that adds to it
     return WeightView(
         **view.model_dump(),
         state=_state(fleet, view),

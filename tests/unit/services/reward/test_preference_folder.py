@@ -89,3 +89,36 @@ async def test_a_folder_that_refuses_stops_nobody_and_is_asked_again(
         assert folder.newest() == 0
     await keeper.once()
     assert folder.read_all() == [await board.preference()]
+
+
+async def test_two_services_that_keep_one_version_at_once_are_both_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = await MemoryBoard().put_preference(renamed(1))
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        monkeypatch.undo()
+        PreferenceFolder(tmp_path).keep(stored)
+        real(descriptor)
+
+    (tmp_path / "preferences").mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
+    PreferenceFolder(tmp_path).keep(stored)
+    assert PreferenceFolder(tmp_path).read_all() == [stored]
+    assert [path.name for path in (tmp_path / "preferences").iterdir()] == ["00000001.json"]
+
+
+async def test_a_damaged_file_is_left_out_and_the_others_come_back(tmp_path: Path) -> None:
+    before, folder = MemoryBoard(), PreferenceFolder(tmp_path)
+    stored = [await before.put_preference(renamed(number)) for number in range(3)]
+    await reconcile(before, folder)
+    (tmp_path / "preferences" / "00000002.json").write_text("torn")
+
+    emptied = MemoryBoard()
+    await reconcile(emptied, folder)
+    assert [await emptied.preference(number) for number in (1, 2, 3)] == [stored[0], None, stored[2]]
+
+    for file in (tmp_path / "preferences").iterdir():
+        file.write_text("torn")
+    await reconcile(MemoryBoard(), folder)
