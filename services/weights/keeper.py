@@ -140,7 +140,7 @@ class Keeper:
         if wanted is None or (serving and self.facts.version == wanted):
             self._slots.withdraw(self._engine.engine_id)
             self._stand(Standing.AWAY)
-            return serving and wanted is not None and self._due() and not await self._still_serves()
+            return serving and self._due() and not await self._still_serves()
         if not await self._stage(wanted):
             return False
         if serving and not self._slots.take(self._engine.engine_id):
@@ -306,6 +306,8 @@ class Keeper:
         started = self._clock()
         undefined, self._undefined = self._undefined, True
         try:
+            if undefined:  # it may have been started anew since it was met
+                is_tested(engine_id, await self._engine.server_release())
             verified = await attempt.run(resume_first=undefined)
         except VerificationError as error:
             self._fleet.ended(engine_id, version, error=str(error))

@@ -61,3 +61,21 @@ async def test_an_engine_restarted_as_an_old_release_leaves_rotation_for_good(tm
     assert facts.state is EngineState.QUARANTINED
     assert "0.5.20" in facts.error
     assert "load" not in engine.calls[calls:]
+
+
+async def test_an_engine_that_died_in_a_round_and_came_back_as_an_old_release_is_refused(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.restore()
+    await world.publish(1)
+    await world.settle()
+    engine = world.engines[0]
+    engine.faults.hang = {"load"}
+    await world.publish(2)
+    await world.keepers[0].step()
+    engine.faults.hang = ()
+    engine.release = "0.5.20"
+    engine.restart()
+    calls = len(engine.calls)
+    await world.settle(1.5)
+    assert "0.5.20" in (await world.facts()).error
+    assert "load" not in engine.calls[calls:]

@@ -157,3 +157,19 @@ async def test_nothing_but_the_load_is_in_the_pause(tmp_path: Path) -> None:
     await world.settle()
     paused = calls[calls.index("pause", start) : calls.index("resume", start) + 1]
     assert paused == ["pause", "load", "resume"]
+
+
+async def test_an_engine_with_nothing_to_be_brought_to_is_looked_at_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    await world.restore()
+    await world.publish(1)
+    await world.settle()
+    _damage(world, (await world.publish(2)).version)
+    monkeypatch.setattr(world.fleet, "last_good", lambda _: None)
+    await world.settle()
+    assert (await world.facts()).in_rotation
+    world.engines[0].restart()
+    await world.settle(1.5)
+    assert (await world.facts()).state is EngineState.QUARANTINED
