@@ -4,7 +4,7 @@
 |---|---|---|
 | `TrainerFacts` (update, version, consumed, epoch, state) | trainer | ingest (admission), weights, supervisor |
 | `VersionRecord` by name, announced *before* any engine loads it | trainer | ingest (known), trainer (lag), weights |
-| `EngineFacts` by engine id | weights | rollout (which engines are in rotation), supervisor |
+| `EngineFacts` by engine id | weights | rollout (which engines there are, and in rotation), supervisor |
 | `Preference` by version, current version | reward | reward, trainer |
 
 Trainer writes carry its epoch and are refused (FencedError) when a newer one exists. Every call may raise
@@ -106,6 +106,9 @@ class Board(Protocol):
     async def versions(self) -> dict[str, VersionRecord]: ...
 
     async def write_engine(self, facts: EngineFacts) -> None: ...
+
+    async def remove_engine(self, engine_id: str) -> None:
+        """Forget an engine that left; nothing happens when it is unknown."""
 
     async def engines(self) -> dict[str, EngineFacts]: ...
 

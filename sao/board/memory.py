@@ -56,6 +56,9 @@ class MemoryBoard:
     async def write_engine(self, facts: EngineFacts) -> None:
         self._engines[facts.engine_id] = facts
 
+    async def remove_engine(self, engine_id: str) -> None:
+        self._engines.pop(engine_id, None)
+
     async def engines(self) -> dict[str, EngineFacts]:
         return dict(self._engines)
 

@@ -78,6 +78,11 @@ class RedisBoard:
         with redis_errors(f"write facts of {facts.engine_id}"):
             await self._scripts.run("write_engine", [self._keys.engines], [facts.engine_id, facts.model_dump_json()])
 
+    async def remove_engine(self, engine_id: str) -> None:
+        with redis_errors(f"forget {engine_id}"):
+            removed: Any = self._client.hdel(self._keys.engines, engine_id)
+            await removed
+
     async def engines(self) -> dict[str, EngineFacts]:
         texts = await self._hash(self._keys.engines)
         return {engine_id: EngineFacts.model_validate_json(text) for engine_id, text in sorted(texts.items())}

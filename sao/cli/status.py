@@ -13,6 +13,7 @@ from sao.config import load_run_config
 from sao.report import Report, write_report
 from sao.supervisor.board_view import BoardView
 from sao.supervisor.folder import RunFolder
+from sao.supervisor.held import held_notices
 from sao.supervisor.progress import Progress
 from sao.supervisor.status import notices, summary
 from sao.supervisor.storage import storage_notices
@@ -35,6 +36,8 @@ def print_status(root: Path) -> bool:
         console.print(f"  {name:<20} {value}", highlight=False)
     for notice in notices(progress):
         console.print(f"  {notice}", highlight=False)
+    for line in held_notices(config, root):
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if pid is not None:
         board = BoardView(config)
         for line in storage_notices(config, root, board):

@@ -87,6 +87,12 @@ def conflicts(config: RunConfig) -> Iterator[tuple[str, str]]:
     if algorithm.synchronous and config.trainer.publish_every != 1:
         reason = f"{config.trainer.publish_every}: {name} waits for the weights of every update; expected 1"
         yield "trainer.publish_every", reason
+    if algorithm.synchronous and config.trainer.publish_min_seconds:
+        reason = f"{config.trainer.publish_min_seconds}: {name} waits for the weights of every update; expected 0"
+        yield "trainer.publish_min_seconds", reason
+    if algorithm.synchronous and config.weights.mode == "in_place":
+        reason = f"in_place: {name} samples each turn from one version, and this mixes two; expected retract or abort"
+        yield "weights.mode", reason
     if config.spo.rho_min > config.spo.rho_max:
         yield "spo.rho_min", f"{config.spo.rho_min} is above spo.rho_max {config.spo.rho_max}"
 

@@ -144,6 +144,10 @@ class SamplingSection(Section):
 class EngineSection(Section):
     urls: list[str] = []
     """Base URLs of the SGLang servers; `sao up` starts `count` of its own and fills this in."""
+    discovery: Literal["static", "dns"] = "static"
+    """Where the weights service learns which engines there are: `urls`, or the addresses of `dns`, asked every 3 s."""
+    dns: str = ""
+    """name:port; the name resolves to an address for each engine, as that of a headless service does."""
     count: Count = 1
     """Engines that `sao up` starts."""
     environment: FilePath = Path(".venv-engine")
@@ -166,6 +170,18 @@ class EngineSection(Section):
         for url in self.urls:
             if not re.match(r"https?://[^/\s]+", url):
                 raise wrong_setting(key="urls", reason=f"expected http://host:port, found {url!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_discovery(self) -> EngineSection:
+        if self.discovery == "static" and self.dns:
+            raise wrong_setting(
+                key="dns", reason=f"{self.dns!r} is not asked: engine.discovery is static, expected dns"
+            )
+        if self.discovery == "dns" and self.urls:
+            raise wrong_setting(key="urls", reason="engine.discovery is dns, which finds the engines; expected none")
+        if self.discovery == "dns" and not re.fullmatch(r"[^\s/:]+:[0-9]{1,5}", self.dns):
+            raise wrong_setting(key="dns", reason=f"expected name:port, found {self.dns!r}")
         return self
 
 
@@ -317,6 +333,8 @@ class TrainerSection(Section):
     """tau: the oldest that may train, in updates."""
     publish_every: Count = 1
     """Updates between published versions."""
+    publish_min_seconds: NonNegative = 0.0
+    """And at least so many seconds; but after max_lag + 1 updates a version is published in any case."""
     preference_policy: Literal["keep", "rescore", "drop"] = "rescore"
     """What to do with an outcome scored under another preference than the update's."""
     routing_replay: bool = False
@@ -433,9 +451,19 @@ class WeightsSection(Section):
     """Deadline of each step of a round."""
     round_attempts: Count = 3
     """Tries to bring one engine to a version before it is quarantined."""
+    mode: Literal["retract", "abort", "in_place"] = "retract"
+    """What becomes of running turns when an engine takes new weights: they are computed again under them; they end, and
+    their episodes begin anew; or they go on under them with the keys and values of the old ones. Not for algorithms
+    that wait for the weights of every update: `in_place`."""
+    engines_out_max: Count | None = None
+    """Serving engines that may be out of rotation for a round at once; none: half of the engines, rounded up. The last
+    one that serves stays while another is being brought up."""
     canary_tolerance: Positive = 1e-4
     """Largest |log-prob difference| of the canary in float32; in bfloat16 the largest mean that the first version may
     show, whose own mean and 99th percentile then bound the later ones (twice and three times)."""
+    canary_drift_max: Positive | Literal["off"] = 2.0
+    """A version is held when its canary's log-probs differ by more than this from those of the last version that was
+    let through, on average, in nats."""
     poll_s: Positive = 0.05
     """Wait between looks at the board."""
 

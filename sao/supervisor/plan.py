@@ -39,6 +39,11 @@ class Service:
     """Its end with exit code 0 is the run's: it is not started again."""
 
 
+def owns_engines(config: RunConfig) -> bool:
+    """Whether engines are started with the run: nothing says where others are."""
+    return not config.engine.urls and config.engine.discovery == "static"
+
+
 def with_ports(config: RunConfig, chooser: PortChooser) -> RunConfig:
     """The effective configuration: every port a number, every address filled in, the run's folder absolute.
 
@@ -51,7 +56,8 @@ def with_ports(config: RunConfig, chooser: PortChooser) -> RunConfig:
         "target": config.ingest.target or f"{_reachable(config.ingest.bind)}:{ingest_port}",
         "metrics_port": chooser.take(config.ingest.metrics_port, "ingest.metrics_port"),
     }
-    engines = config.engine.urls or [f"http://127.0.0.1:{chooser.free()}" for _ in range(config.engine.count)]
+    own = config.engine.count if owns_engines(config) else 0
+    engines = config.engine.urls or [f"http://127.0.0.1:{chooser.free()}" for _ in range(own)]
     redis = f"redis://127.0.0.1:{chooser.free()}/0" if config.redis.embedded else config.redis.url
     reward_port = chooser.take(config.reward.port, "reward.port")
     weights_port = chooser.take(config.weights.port, "weights.port")
@@ -61,7 +67,7 @@ def with_ports(config: RunConfig, chooser: PortChooser) -> RunConfig:
         update={
             "run": config.run.model_copy(update={"dir": folder}),
             "redis": config.redis.model_copy(update={"url": redis}),
-            "engine": config.engine.model_copy(update={"urls": engines, "count": len(engines)}),
+            "engine": config.engine.model_copy(update={"urls": engines, "count": max(1, len(engines))}),
             "ingest": config.ingest.model_copy(update=ingest),
             "rollout": config.rollout.model_copy(update={"metrics_port": rollout_port}),
             "reward": config.reward.model_copy(update={"port": reward_port}),

@@ -36,7 +36,7 @@ class Status:
     """Step, steps, loss while the tiny model is being taught."""
     preference: Preference | None
     storage: Sequence[str] = ()
-    """What storage.py tells of store and spools."""
+    """What held.py tells of weights, and storage.py of store and spools."""
 
 
 def lines_of(supervisor: Supervisor, engines: dict[str, EngineFacts]) -> list[Line]:

@@ -21,7 +21,7 @@ from sao.supervisor import initial_model
 from sao.supervisor.board_view import BoardView
 from sao.supervisor.engine import NoEngineEnvironmentError, engine_python
 from sao.supervisor.folder import RunFolder, RunIsRunningError
-from sao.supervisor.plan import plan, with_ports
+from sao.supervisor.plan import owns_engines, plan, with_ports
 from sao.supervisor.ports import NoFreePortError, PortChooser
 from sao.supervisor.supervisor import Supervisor
 from sao.supervisor.tracked import GaveUpError
@@ -105,7 +105,7 @@ def _run(asked: RunConfig, folder: RunFolder, view: View, pending: list[signal.S
     refuse_another_run(asked, folder)
     resumed = folder.holds_a_run
     config = with_ports(asked, PortChooser())
-    own_engines = not asked.engine.urls
+    own_engines = owns_engines(asked)
     if own_engines:
         engine_python(config.engine.environment)  # before anything is written
     folder.run_file.write_text(dump_run_config(config), encoding="utf-8")

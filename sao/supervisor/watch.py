@@ -12,6 +12,7 @@ from sao.preference import Preference
 from sao.supervisor import initial_model
 from sao.supervisor.board_view import BoardView
 from sao.supervisor.folder import RunFolder
+from sao.supervisor.held import held_notices
 from sao.supervisor.progress import Progress
 from sao.supervisor.status import Status, lines_of, switch_command
 from sao.supervisor.storage import storage_notices
@@ -79,7 +80,9 @@ class Watch:
             self._command = switch_command(self._config, self._preference)
             self._check_first_version()
         if time.monotonic() >= self._storage_at and self._supervisor.board_is_up:
-            self._storage = storage_notices(self._config, self._folder.root, self._board)
+            root = self._folder.root
+            held = held_notices(self._config, root)
+            self._storage = [*held, *storage_notices(self._config, root, self._board)]
             self._storage_at = time.monotonic() + STORAGE_EVERY_S
         self._view.show(self._status(), self._command)
         return outcome is Outcome.FINISHED and self._engines_done()

@@ -9,6 +9,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from sao.telemetry.health import Health
 
+TELEMETRY_PATHS = ("/metrics", "/healthz", "/readyz")
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

@@ -17,6 +17,7 @@ from sao.weights.manifest import FileEntry, TensorEntry
 
 MANIFEST_FILE = "manifest.json"
 _CHUNK = 8 << 20
+_FIRST_BLOCK = 4096
 _MAX_HEADER = 100 << 20
 _DTYPES = {
     "F64": "float64",
@@ -148,3 +149,26 @@ def first_non_finite(directory: Path) -> str | None:
             if not all(_chunk_is_finite(chunk, slot.dtype) for chunk in _chunks(file, slot.start, slot.size)):
                 return slot.name
     return None
+
+
+def zero_tensors(directory: Path) -> list[str]:
+    """Names of the tensors that hold nothing but zeros, of either sign; empty ones are not among them."""
+    return [
+        slot.name
+        for file in weight_files(directory)
+        for slot in tensor_slots(file)
+        if slot.size and _is_zero(file, slot)
+    ]
+
+
+def _is_zero(file: Path, slot: TensorSlot) -> bool:
+    """Almost always the first bytes tell. 0x80 is the sign of a zero, or at most 1e-5 in float16, 1e-38 in others."""
+    with file.open("rb") as stream:
+        stream.seek(slot.start)
+        left = slot.size
+        while left > 0:
+            block = stream.read(min(_CHUNK if left < slot.size else _FIRST_BLOCK, left))
+            if not block or block.strip(b"\x00\x80"):
+                return False
+            left -= len(block)
+    return True

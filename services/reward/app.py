@@ -3,58 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import socket
 from collections.abc import Awaitable, Callable
-from http import HTTPStatus
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from pydantic import SecretStr
 
 import sao.board
 import sao.streams
 from sao.board.base import Board
 from sao.config import ConfigError, RunConfig
+from sao.problems import Bearer, install
 from sao.rest import Server
 from sao.tasks import TaskLoadError, load_task
 from sao.tasks.base import OffersPreferences, Task
 from sao.tasks.tiny_tokenizer import VocabularyError, tokenizer_of_run
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
-from sao.telemetry.routes import answer
+from sao.telemetry.routes import TELEMETRY_PATHS, answer
 from services.reward.consumer import Consumer
 from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import PATH, PreferenceRoutes, ensure_preference
-from services.reward.problems import ProblemError, install
 from services.reward.retry import patiently
 from services.reward.scorer import TrajectoryScorer
 
 GRACE_S = 3.0
 """What is in flight at a stop gets this long; the rest stays pending and is scored after the restart."""
 
-TELEMETRY_PATHS = ("/metrics", "/healthz", "/readyz")
-
 log = get_logger(__name__)
-
-
-class Bearer:
-    """Refuses requests without the run's token; lets everything pass when the run has none."""
-
-    def __init__(self, token: SecretStr | None) -> None:
-        self._expected = f"Bearer {token.get_secret_value()}".encode() if token else None
-
-    async def __call__(self, request: Request) -> None:
-        found = request.headers.get("authorization", "").encode()
-        if self._expected is not None and not hmac.compare_digest(found, self._expected):
-            headers = {"WWW-Authenticate": "Bearer"}
-            raise ProblemError(HTTPStatus.UNAUTHORIZED, "send Authorization: Bearer <auth.token>", headers=headers)
 
 
 def create_app(task: Task, board: Board, health: Health, token: SecretStr | None, keeper: Keeper) -> FastAPI:
     """The HTTP side: preferences under /v1, an index at /, telemetry beside it."""
     app = FastAPI(title="SAO reward", docs_url=None, redoc_url=None)
-    install(app)
+    install(app, RequestValidationError)
     app.include_router(PreferenceRoutes(board, task, keeper).router(), dependencies=[Depends(Bearer(token))])
 
     async def index() -> dict[str, object]:

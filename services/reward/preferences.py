@@ -7,7 +7,6 @@ every scoring that starts afterwards carries it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
@@ -16,11 +15,11 @@ from pydantic import ValidationError
 from sao.board.base import Board, PreferenceConflictError
 from sao.config import ConfigError
 from sao.preference import Preference, PreferenceDocument
+from sao.problems import ProblemError, bounded_body, malformed
 from sao.tasks.base import Task
 from sao.telemetry.logs import get_logger
 from services.reward import metrics
 from services.reward.preference_folder import Keeper
-from services.reward.problems import ProblemError
 from services.reward.retry import patiently
 
 MAX_BODY_BYTES = 64 * 1024
@@ -107,32 +106,17 @@ class PreferenceRoutes:
         return _answer(stored)
 
     async def _document(self, request: Request) -> PreferenceDocument:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MAX_BODY_BYTES:
-                msg = f"a preference document has at most {MAX_BODY_BYTES} bytes"
-                raise ProblemError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, msg)
+        body = await bounded_body(request, MAX_BODY_BYTES, "a preference document")
         try:
-            document = PreferenceDocument.model_validate_json(bytes(body))
+            document = PreferenceDocument.model_validate_json(body)
         except ValidationError as error:
-            raise _malformed(error) from error
+            raise malformed(error) from error
         if unknown := unknown_components(document, self._task):
             known = sorted(self._task.components)
             msg = f"task {self._task.name} does not compute {', '.join(unknown)}; it computes {', '.join(known)}"
             extra: dict[str, object] = {"unknown_components": unknown, "components": known}
             raise ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, msg, extra=extra)
         return document
-
-
-def _malformed(error: ValidationError) -> ProblemError:
-    errors = [{"pointer": _pointer(item["loc"]), "detail": item["msg"]} for item in error.errors(include_url=False)]
-    detail = "; ".join(f"{item['pointer'] or 'document'}: {item['detail']}" for item in errors)
-    return ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, detail, extra={"errors": errors})
-
-
-def _pointer(path: Iterable[int | str]) -> str:
-    return "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in path)
 
 
 def _if_match(header: str | None) -> int | None:

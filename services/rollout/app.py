@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc.aio
 
 from sao import board as boards
+from sao.board.base import EngineFacts
 from sao.config import RunConfig
 from sao.routing import RoutingShape, replayed_routing
 from sao.tasks import load_task
@@ -44,7 +46,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         vocab_size, routing = vocabulary_size(checkpoint), replayed_routing(config, checkpoint)
         tokenizer = FileTokenizer(checkpoint / TOKENIZER_FILE)
         engines = _engines(config, vocab_size, routing)
-        rotation = Rotation(board, engines)
+        rotation = Rotation(board, engines, connect=_connect(config, vocab_size, routing))
         spool = make_spool(config)
         await spool.open()
         async with open_channel(config) as channel:
@@ -61,8 +63,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
                         task.cancel()
             finally:
                 spool.close()
-                for engine in engines.values():
-                    await engine.close()
+                await rotation.close()
     finally:
         await board.close()
         telemetry.close()
@@ -72,6 +73,16 @@ def _engines(config: RunConfig, vocab_size: int, routing: RoutingShape | None) -
     key = config.engine.api_key.get_secret_value() if config.engine.api_key else None
     named = {f"engine-{index}": url for index, url in enumerate(config.engine.urls)}
     return {name: SGLangEngine(name, url, vocab_size, routing=routing, api_key=key) for name, url in named.items()}
+
+
+def _connect(
+    config: RunConfig, vocab_size: int, routing: RoutingShape | None
+) -> Callable[[EngineFacts], Engine] | None:
+    """What makes a client for an engine that the board names, where the run file names none."""
+    if config.engine.discovery == "static":
+        return None
+    key = config.engine.api_key.get_secret_value() if config.engine.api_key else None
+    return lambda facts: SGLangEngine(facts.engine_id, facts.url, vocab_size, routing=routing, api_key=key)
 
 
 def make_spool(config: RunConfig) -> Spool:
@@ -114,6 +125,7 @@ def _worker(
             turn_timeout_s=rollout.turn_timeout_s,
         ),
         routing=routing,
+        salted=config.weights.mode == "in_place",
     )
     call_timeout_s = 2 * config.redis.timeout_s
     publisher = Publisher(

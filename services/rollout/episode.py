@@ -96,8 +96,12 @@ class EpisodeRunner:
         rotation: Rotation,
         limits: EpisodeLimits,
         routing: RoutingShape | None = None,
+        salted: bool = False,
     ) -> None:
-        """`routing`: of the record that the engines send with each turn; None: they send none."""
+        """`routing`: of the record that the engines send with each turn; None: they send none.
+
+        `salted`: each version has its own part of the engines' prefix caches, which their loads do not empty.
+        """
         self._run = run
         self._worker_id = worker_id
         self._task = task
@@ -106,6 +110,7 @@ class EpisodeRunner:
         self._rotation = rotation
         self._limits = limits
         self._row_bytes = routing.row_bytes if routing is not None else 0
+        self._salted = salted
         self._threads = DaemonThreads(_ENVIRONMENT_THREADS, name="environment")
 
     async def play(self, lease: ingest_pb2.PromptLease, attempt: int) -> ingest_pb2.PublishRequest:
@@ -196,6 +201,7 @@ class EpisodeRunner:
                     rid=uuid.uuid4().hex,
                     timeout_s=limit,
                     routes_from=draft.routed,
+                    cache_salt=self._rotation.served(engine.engine_id) if self._salted else "",
                 )
             except EngineError as error:
                 metrics.ENGINE_ERRORS.labels(engine.engine_id, error.kind).inc()

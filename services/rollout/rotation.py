@@ -1,8 +1,11 @@
 """Which engine the next turn runs on, and when a finished turn may be believed.
 
 - A turn starts only on an engine in rotation, as the board said at most `refresh_s` ago.
+- Where engines come and go, one that the board names gets a client, and one that it names no more loses it when its
+  last turn has ended; the board names an engine before it is in rotation.
 - A finished turn is withheld until its engine has passed the canary of every version that sampled it: turns that
-  resume while an engine verifies itself sample under weights that nobody has checked yet.
+  resume while an engine verifies itself sample under weights that nobody has checked yet. What counts is what the
+  board says after the turn has ended: an engine may be brought to a version anew that it has passed long ago.
 - A turn that ends on a quarantined engine is not believed, whatever versions it names: after a failed load the old
   label may stand on weights that are neither the old ones nor the new.
 """
@@ -51,36 +54,80 @@ class Rotation:
         board: Board,
         engines: Mapping[str, Engine],
         *,
+        connect: Callable[[EngineFacts], Engine] | None = None,
         refresh_s: float = 0.05,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`connect`: makes a client for an engine that the board names; None: there are only `engines`."""
         self._board = board
-        self._engines = dict(engines)
+        self._engines: dict[str, Engine] = {}
+        self._connect = connect
         self._refresh_s = refresh_s
         self._clock = clock
         self._facts: dict[str, EngineFacts] = {}
-        self._verified: dict[str, set[str]] = {engine_id: set() for engine_id in engines}
-        self._load = dict.fromkeys(engines, 0)
-        self._idle_since = dict.fromkeys(engines, clock())
-        self._failed_at = dict.fromkeys(engines, float("-inf"))
+        self._asked_at = float("-inf")
+        """When the board was asked for what is known here."""
+        self._served: dict[str, str] = {}
+        """What each engine served when it was last seen in rotation: never a version that is still being loaded."""
+        self._verified: dict[str, set[str]] = {}
+        self._load: dict[str, int] = {}
+        self._idle_since: dict[str, float] = {}
+        self._failed_at: dict[str, float] = {}
         self._changed = asyncio.Condition()
+        for engine_id, engine in engines.items():
+            self._add(engine_id, engine)
 
     def load(self, engine_id: str) -> int:
         """Turns of this worker in flight there."""
         return self._load[engine_id]
 
+    def served(self, engine_id: str) -> str:
+        """The version that this engine serves, as far as is known here; an engine that had a turn has one."""
+        return self._served[engine_id]
+
     async def refresh(self) -> None:
         """Read the board once and wake whoever waits."""
+        asked_at = self._clock()
         facts = await self._board.engines()
+        if self._connect is not None:
+            for engine_id in facts.keys() - self._engines.keys():
+                self._add(engine_id, self._connect(facts[engine_id]))
         async with self._changed:
+            if asked_at < self._asked_at:  # overtaken by one that was asked later
+                return
+            self._asked_at = asked_at
             self._facts = {engine_id: found for engine_id, found in facts.items() if engine_id in self._engines}
             for engine_id, found in self._facts.items():
                 # The board keeps the last 16; a long turn may have crossed more.
                 self._verified[engine_id].update(found.verified)
+                if found.in_rotation:
+                    self._served[engine_id] = found.version
             self._changed.notify_all()
+        if self._connect is not None:
+            await self._let_go(self._engines.keys() - facts.keys())
         for engine_id, count in self._load.items():
             if count == 0:
                 self._count_idle(engine_id)
+
+    async def _let_go(self, gone: Iterable[str]) -> None:
+        for engine_id in gone:
+            if self._load[engine_id] == 0:
+                for known in (self._load, self._idle_since, self._failed_at):
+                    del known[engine_id]
+                # What it has verified stays until another comes under its name: a turn of it may wait to be believed.
+                await self._engines.pop(engine_id).close()
+
+    def _add(self, engine_id: str, engine: Engine) -> None:
+        self._engines[engine_id] = engine
+        self._verified[engine_id] = set()
+        self._load[engine_id] = 0
+        self._idle_since[engine_id] = self._clock()
+        self._failed_at[engine_id] = float("-inf")
+
+    async def close(self) -> None:
+        """Give the connections to every engine back."""
+        for engine in self._engines.values():
+            await engine.close()
 
     async def run(self) -> None:
         """Refresh until cancelled; a board that does not answer leaves the view as it was."""
@@ -137,15 +184,20 @@ class Rotation:
             facts = self._facts.get(engine_id)
             if facts is not None and facts.state is EngineState.QUARANTINED:
                 return False
-            return True if wanted <= self._verified[engine_id] else None
+            brought_to = {facts.version} if facts is not None and not facts.in_rotation else set()
+            sure = self._asked_at >= started and not brought_to & wanted
+            return True if sure and wanted <= self._verified[engine_id] else None
 
+        with contextlib.suppress(StreamUnavailableError):  # `run` says so, and asks again
+            await self.refresh()
         outcome = await self._wait(settled, timeout_s)
         metrics.WITHHELD_SECONDS.observe(self._clock() - started)
         if not outcome:
             if outcome is False:
                 raise UnverifiedVersionError(engine_id, f"turn of {sorted(wanted)}, but the engine is quarantined")
             missing = sorted(wanted - self._verified[engine_id])
-            text = f"versions {missing} have not passed their canary within {timeout_s:g} s"
+            what = f"versions {missing} have not passed their canary" if missing else f"{sorted(wanted)} were not sure"
+            text = f"{what} within {timeout_s:g} s"
             raise UnverifiedVersionError(engine_id, text)
 
     def _choose(self, prefer: str | None) -> str | None:

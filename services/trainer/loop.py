@@ -26,6 +26,7 @@ from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from services.trainer import metrics
 from services.trainer.batcher import Batcher
+from services.trainer.cadence import Cadence
 from services.trainer.checkpoint import CheckpointStore, Progress
 from services.trainer.consumer import Consumer, Position, Refused, Taken
 from services.trainer.core.update import UpdateStats
@@ -108,6 +109,10 @@ class TrainerLoop:
         self._idle_s = 0.0
         self._started_s = 0.0
         self._epoch_seen_at = clock()
+        trainer = parts.config.trainer
+        self._cadence = Cadence(
+            trainer.publish_every, trainer.publish_min_seconds, trainer.max_lag, update=progress.update, at=clock()
+        )
         self._told: TrainerFacts | None = None
 
     @property
@@ -271,7 +276,7 @@ class TrainerLoop:
     def _publish_due(self, stats: UpdateStats) -> bool:
         if stats.critic_only or self._holding.reasons:
             return False
-        return self._update % self._config.trainer.publish_every == 0 or self.finished
+        return self._cadence.due(self._update, self._clock()) or self.finished
 
     async def _loop_numbers(self) -> dict[str, float]:
         depth = await ride_out(lambda: self._parts.streams.depth(StreamName.SCORED))
@@ -373,6 +378,7 @@ class TrainerLoop:
             return ""
         metrics.PUBLISHED.inc()
         self._version = record.name
+        self._cadence.published(self._update, self._clock())
         parts.consumer.know(record)
         return record.name
 

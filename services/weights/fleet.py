@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from sao.board.base import Board, TrainerFacts
 from sao.streams.base import StreamUnavailableError
 from sao.telemetry.logs import get_logger
-from sao.weights.base import VersionStore, VersionStoreError
-from sao.weights.checkpoint import CheckpointFormatError
+from sao.weights.base import UnknownVersionError, VersionStore, VersionStoreError
+from sao.weights.checkpoint import CheckpointFormatError, zero_tensors
 from sao.weights.manifest import Manifest
 from services.weights import metrics
+from services.weights.guards import doubt
+from services.weights.holds import Holds
 from services.weights.preflight import (
     Layout,
     RefusedVersionError,
@@ -23,35 +27,71 @@ from services.weights.preflight import (
     layout_difference,
     manifest_layout,
 )
-from services.weights.rounds import Evidence
+from services.weights.rounds import Evidence, RoundTimings
+from services.weights.staging import Staging
 
 log = get_logger(__name__)
 _EVIDENCE_KEPT = 4
-_ENGINE_LEASE = re.compile(r"(engine-[0-9]+)(\.loading)?")
+_ENGINE_LEASE = re.compile(r"(engine-[0-9a-f-]+)(\.loading)?")
 """Holders of leases that keepers take (keeper.py); others' are left alone."""
+
+
+OPERATOR_LEASE = "operator"
+"""Holder of the lease on the version that publishing is pinned to."""
+_ROUNDS_KEPT = 32
+
+
+@dataclass(frozen=True)
+class EndedRound:
+    """The last round that was to bring a version to an engine; without `timings` it failed, with `error`."""
+
+    timings: RoundTimings | None
+    error: str
 
 
 class Fleet:
     """The shared record; `follow` keeps the target at what the trainer published.
 
-    A version becomes the target when the trainer names it, the board knows it, the store has it whole and
-    `preflight.inspect` finds nothing wrong. One that is refused stays refused, and the target stays what it was.
-    Versions don't go back: an older one is followed only when a trainer that started since names it, not when a board
-    that lost its newest facts does.
+    The target is the version that publishing is pinned to (holds.py), else the newest that the trainer has named, the
+    board knows, the store has whole, `preflight.inspect` finds nothing wrong with and nobody holds. One that is refused
+    stays refused. When none is left, the target stays what it was.
+    Versions don't go back by themselves: an older one is followed only when a trainer that started since names it, not
+    when a board that lost its newest facts does.
     """
 
-    def __init__(self, board: Board, store: VersionStore, engine_ids: list[str], *, keep_versions: int) -> None:
+    def __init__(
+        self,
+        board: Board,
+        store: VersionStore,
+        engine_ids: list[str],
+        *,
+        keep_versions: int,
+        holds: Holds,
+        drift_max: float | None = None,
+    ) -> None:
+        """`drift_max`: see `guards.doubt`."""
         self.board = board
         self.store = store
+        self.holds = holds
+        self.staging = Staging(store)
         self.target: Manifest | None = None
+        self.published = ""
+        """The newest version that the trainer has named."""
         self.refused: dict[str, str] = {}
         self.evidence: OrderedDict[str, Evidence] = OrderedDict()
-        self._engine_ids = engine_ids
+        self.rounds: OrderedDict[str, dict[str, EndedRound]] = OrderedDict()
+        """By version and engine."""
+        self._engine_ids = set(engine_ids)
         self._keep_versions = keep_versions
+        self._drift_max = drift_max
         self._reference: Layout | None = None
         self._newest: Manifest | None = None
         """Of those that an engine was ever to serve."""
         self._behind = ""
+        self._missing = ""
+        self._decided: tuple[str, int, int] | None = None
+        """What the last choice was made from, so that it is made once."""
+        self._refusals = 0
         self._met = False
         self._failed: dict[str, set[str]] = {}
         self._good: list[str] = []
@@ -63,7 +103,9 @@ class Fleet:
 
         The leases say part of it, also when the board was emptied: an engine's own is that of a version it had proven.
         """
+        await self.holds.restore()
         committed = set(await asyncio.to_thread(self.store.names))
+        await self.lease_pinned()
         leases = await asyncio.to_thread(self.store.leases)
         engines = {holder: match for holder in sorted(leases) if (match := _ENGINE_LEASE.fullmatch(holder))}
         proven = {leases[holder] for holder, match in engines.items() if not match[2]}
@@ -76,6 +118,8 @@ class Fleet:
                 await asyncio.to_thread(self.store.release, holder)
         known = proven | {leases[holder] for holder in engines}
         self._newest = await self._first_readable(sorted(known & committed, reverse=True))
+        if self._newest is not None and self.holds.control.accepted is None:  # of a run from before there were guards
+            await self.holds.accept(self._newest.version)
         oldest = await self._first_readable(sorted(set(leases.values()) & set(self._good)))
         self._reference = manifest_layout(oldest) if oldest is not None else None
 
@@ -111,24 +155,119 @@ class Fleet:
 
     async def follow(self) -> bool:
         """Look at the board once; whether the target changed."""
-        trainer = await self.board.trainer()
-        version = trainer.version if trainer is not None else ""
-        known = self.target.version if self.target is not None else ""
-        if trainer is None or version in {"", known} or version in self.refused or self._goes_back(trainer):
+        turn, pin = self.holds.turn, self.holds.control.pin
+        manifest = await self._pinned(pin.version) if pin is not None else await self._newest_good()
+        if manifest is None or turn != self.holds.turn:  # somebody decided otherwise meanwhile
             return False
-        if version not in await self.board.versions() or version not in await asyncio.to_thread(self.store.names):
+        changed = self.aim(manifest)
+        if pin is None:
+            await self.holds.accept(manifest.version)
+        return changed
+
+    def aim(self, manifest: Manifest) -> bool:
+        """Make this the version that all engines shall serve; whether it was not."""
+        if self.target is not None and self.target.version == manifest.version:
             return False
+        if self._reference is None:
+            self._reference = manifest_layout(manifest)
+        if manifest.version == self.published or self._newest is None or manifest.version > self._newest.version:
+            self._newest = manifest
+        self.target = manifest
+        metrics.PUBLISHED_UPDATE.set(manifest.update)
+        self.notify()
+        return True
+
+    async def lease_pinned(self) -> None:
+        """Keep the pinned version from being collected, and no other because it was pinned before."""
+        pin = self.holds.control.pin
+        if pin is None:
+            await asyncio.to_thread(self.store.release, OPERATOR_LEASE)
+            return
+        try:
+            await asyncio.to_thread(self.store.lease, pin.version, OPERATOR_LEASE)
+        except UnknownVersionError:
+            self._miss(pin.version)
+
+    async def inspected(self, version: str) -> Manifest:
+        """The manifest of a version that may be loaded; RefusedVersionError, and it stays refused, when it may not."""
+        if self.target is not None and self.target.version == version:
+            return self.target
+        started, signature = time.monotonic(), await asyncio.to_thread(self.staging.signature, version)
         try:
             manifest = await asyncio.to_thread(inspect, self.store, version, self._reference)
         except RefusedVersionError as error:
             self.refuse(version, error.reason, str(error))
-            return False
-        if self._reference is None:
-            self._reference = manifest_layout(manifest)
-        self.target = self._newest = manifest
-        metrics.PUBLISHED_UPDATE.set(manifest.update)
-        self.notify()
-        return True
+            raise
+        self.staging.note(version, signature, time.monotonic() - started)
+        return manifest
+
+    async def _pinned(self, version: str) -> Manifest | None:
+        """The version that publishing is pinned to, or, at a start that finds it unusable, what was proven last."""
+        trainer = await self.board.trainer()
+        self.published = trainer.version if trainer is not None and trainer.version else self.published
+        if self.target is not None and self.target.version == version:
+            return None
+        announced, names = await self.board.versions(), await asyncio.to_thread(self.store.names)
+        if version not in names:
+            self._miss(version)
+        good = await asyncio.to_thread(self.last_good, version) if self.target is None else None
+        for name in (version, good):
+            if name in announced and name in names and name not in self.refused:
+                try:
+                    return await self.inspected(name)
+                except RefusedVersionError:
+                    continue
+        return None
+
+    def _miss(self, version: str) -> None:
+        if self._missing != version:
+            self._missing = version
+            to_do = "activate another one, or resume"
+            log.error("the version that publishing is held at is not in the store", version=version, to_do=to_do)
+
+    async def _newest_good(self) -> Manifest | None:
+        """What the target shall be; None when that is undecided, or was decided before."""
+        trainer = await self.board.trainer()
+        if trainer is None or not trainer.version or self._goes_back(trainer):
+            return None
+        self.published = trainer.version
+        made_from = (trainer.version, self.holds.turn, self._refusals)
+        if made_from == self._decided:
+            return None
+        usable = set(await self.board.versions()) & set(await asyncio.to_thread(self.store.names))
+        if trainer.version not in usable:
+            return None
+        for version in sorted((name for name in usable if name <= trainer.version), reverse=True):
+            if (manifest := await self._if_good(version)) is not None:
+                break
+        else:
+            manifest = None
+        self._decided = made_from
+        return manifest
+
+    async def _if_good(self, version: str) -> Manifest | None:
+        """The manifest of a version that neither is refused nor held, after looking for a reason to."""
+        control = self.holds.control
+        if version in self.refused or version in control.held:
+            return None
+        try:
+            manifest = await self.inspected(version)
+        except RefusedVersionError:
+            return None
+        if version <= (control.accepted or ""):
+            return manifest
+        zeros = await asyncio.to_thread(zero_tensors, self.store.path(version))
+        names = await asyncio.to_thread(self.store.names)
+        earlier = [name for name in names if name <= (control.accepted or "")]
+        before = await self._first_readable(
+            name for name in reversed(earlier) if name not in self.refused and name not in control.held
+        )
+        found = doubt(manifest, before, zeros=zeros, drift_max=self._drift_max)
+        if found is None:
+            return manifest
+        serving = self.target.version if self.target is not None else ""
+        await self.holds.doubted(version, found, serving=serving, stored=names)
+        return None
 
     def _goes_back(self, trainer: TrainerFacts) -> bool:
         """Whether these facts are from before the newest version; said once for each version they name."""
@@ -148,6 +287,7 @@ class Fleet:
     def refuse(self, version: str, reason: str, detail: str) -> None:
         """Never let this version serve."""
         self.refused[version] = detail
+        self._refusals += 1
         metrics.VERSIONS_REFUSED.labels(reason).inc()
         log.error("version refused", version=version, reason=reason, detail=detail)
 
@@ -169,13 +309,28 @@ class Fleet:
         """An engine used up its attempts on this version; when all have and none passed, it is refused."""
         failed = self._failed.setdefault(version, set())
         failed.add(engine_id)
-        if failed >= set(self._engine_ids) and version not in self.evidence and version not in self.refused:
+        if failed >= self._engine_ids and version not in self.evidence and version not in self.refused:
             self.refuse(version, "canary", f"no engine could prove it; last: {detail}")
 
+    def ended(self, engine_id: str, version: str, *, timings: RoundTimings | None = None, error: str = "") -> None:
+        """Remember how a round ended."""
+        self.rounds.setdefault(version, {})[engine_id] = EndedRound(timings, error)
+        self.rounds.move_to_end(version)
+        while len(self.rounds) > _ROUNDS_KEPT:
+            self.rounds.popitem(last=False)
+
+    def join(self, engine_id: str) -> None:
+        """Count on this engine from now on."""
+        self._engine_ids.add(engine_id)
+
+    def leave(self, engine_id: str) -> None:
+        """Count on this engine no more."""
+        self._engine_ids.discard(engine_id)
+
     def last_good(self, excluding: str) -> str | None:
-        """The version proven last, other than `excluding`, that the store still has."""
-        committed = set(self.store.names())
-        return next((name for name in reversed(self._good) if name != excluding and name in committed), None)
+        """The version proven last, other than `excluding`, that nobody holds and the store still has."""
+        usable = set(self.store.names()) - self.holds.control.held.keys() - {excluding}
+        return next((name for name in reversed(self._good) if name in usable), None)
 
     async def collect(self) -> None:
         """Remove versions nobody needs; outside the rounds, which must be short."""

@@ -4,6 +4,11 @@
   stays in quarantine.
 - A version that other engines have proven is tried again after `cool_down_s`, as is an engine that was unreachable; a
   version that nobody has proven is not.
+- All that can be done before an engine leaves rotation is done before (staging.py); a version found damaged then never
+  costs the engine what it serves.
+- An engine that serves leaves rotation only with a slot (slots.py); while it waits for one it goes on serving.
+- Without a flush (`PauseMode.IN_PLACE`) an engine only goes forward, from a version it serves: every other round begins
+  with an empty cache, so that no salt ever comes back to keys and values of other weights.
 - An engine whose label is not ours was restarted, whatever it says otherwise: it goes through a full round again.
 - The board may lose what it was told: the facts are compared with it every `probe_s`, and written again. That an engine
   serves is never written on the strength of memory alone; its label is asked first.
@@ -20,13 +25,16 @@ from sao.board.base import EngineFacts, EngineState
 from sao.streams.base import StreamUnavailableError
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
-from sao.weights.base import VersionStoreError
+from sao.weights.base import IncompleteVersionError, VersionStoreError
 from sao.weights.manifest import Manifest
 from services.weights import metrics
 from services.weights.canary import Tolerance
-from services.weights.engines.base import EngineControl, EngineError, EngineUnreachableError
+from services.weights.engines.base import EngineControl, EngineError, EngineUnreachableError, PauseMode
+from services.weights.engines.releases import TESTED, UnsupportedReleaseError, is_tested
 from services.weights.fleet import Fleet
-from services.weights.rounds import Round, VerificationError, Verified
+from services.weights.rounds import Round, RoundTimings, VerificationError, Verified
+from services.weights.slots import Slots, Standing
+from services.weights.staging import Staged, on_this_host
 
 log = get_logger(__name__)
 _VERIFIED_KEPT = 16
@@ -42,6 +50,8 @@ class KeeperSettings:
     cool_down_s: float = 10.0
     dtype: str = "float32"
     """What the engine computes in."""
+    mode: PauseMode = PauseMode.RETRACT
+    """Of rounds that bring a serving engine to a newer version."""
 
 
 @dataclass
@@ -62,11 +72,14 @@ class Keeper:
         tolerance: Tolerance,
         health: Health,
         *,
+        slots: Slots | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`slots`: shared with the other keepers; None for an engine that is alone."""
         self._engine = engine
         self._fleet = fleet
+        self._slots = slots if slots is not None else Slots(None, hold_s=float("inf"), clock=clock)
         self._settings = settings
         self._tolerance = tolerance
         self._health = health
@@ -84,6 +97,13 @@ class Keeper:
         self._served_update: int | None = None
         self._undefined = True
         """Whether the engine may be paused, or hold anything: at the start and after a failed round."""
+        self.last_round: RoundTimings | None = None
+        """Of the newest one that succeeded."""
+        self._local = on_this_host(engine.url)
+        self._staged: Staged | None = None
+        """For the round that is due."""
+        self._began = clock()
+        self._paused_s = 0.0
         self.facts = EngineFacts(
             engine_id=engine.engine_id, url=engine.url, state=EngineState.STARTING, version="", since_s=wall_clock()
         )
@@ -115,19 +135,38 @@ class Keeper:
         """Do the one thing that is due; whether anything was."""
         if self._unwritten or await self._board_differs():
             return await self._tell_again()
-        if self._undefined and not self._answers and not await self._meet():
+        wanted = await self._due_version()
+        serving = self.facts.state is EngineState.SERVING
+        if wanted is None or (serving and self.facts.version == wanted):
+            self._slots.withdraw(self._engine.engine_id)
+            self._stand(Standing.AWAY)
+            return serving and self._due() and not await self._still_serves()
+        if not await self._stage(wanted):
             return False
+        if serving and not self._slots.take(self._engine.engine_id):
+            return self._due() and not await self._still_serves()
+        self._slots.stands(self._engine.engine_id, Standing.COMING)
+        try:
+            await self._bring_to(wanted)
+        finally:
+            self._slots.give_back(self._engine.engine_id)
+            self._stand(Standing.COMING)  # one whose round failed is tried again, or taken back: the next step tells
+            self._fleet.notify()
+        return True
+
+    async def _due_version(self) -> str | None:
+        """What the engine shall serve now; None while it does not answer, or nothing is to be tried."""
+        if self._undefined and not self._answers and not await self._meet():
+            return None
         target = self._fleet.target
         if target is None:
-            return False
+            return None
         self._measure_lag(target)
-        wanted = await self._wanted(target)
-        if wanted is None:
-            return False
-        if self.facts.state is EngineState.SERVING and self.facts.version == wanted:
-            return self._due() and not await self._still_serves()
-        await self._bring_to(wanted)
-        return True
+        return await self._wanted(target)
+
+    def _stand(self, otherwise: Standing) -> None:
+        serving = self.facts.state is EngineState.SERVING
+        self._slots.stands(self._engine.engine_id, Standing.SERVING if serving else otherwise)
 
     async def _board_differs(self) -> bool:
         if self._clock() - self._compared_at < self._settings.probe_s:
@@ -155,6 +194,14 @@ class Keeper:
             return False
         try:
             info = await self._engine.model_info()
+            release = await self._engine.server_release()
+            tested = is_tested(self._engine.engine_id, release)
+        except UnsupportedReleaseError as error:
+            if str(error) != self._silence:
+                self._silence = str(error)
+                log.warning("engine refused", engine=self._engine.engine_id, error=str(error))
+                await self._quarantine(str(error))
+            return False
         except EngineError as error:
             if str(error) != self._silence:
                 self._silence = str(error)
@@ -163,6 +210,8 @@ class Keeper:
                     await self._write(self.facts.model_copy(update={"error": str(error)}))
             return False
         self._answers, self._silence = True, ""
+        if not tested:
+            log.warning("untested SGLang release", engine=self._engine.engine_id, found=release, tested=TESTED)
         await self._fleet.meet(info.model_path)
         return True
 
@@ -211,13 +260,35 @@ class Keeper:
         if label == self.facts.version:
             return True
         metrics.RESTARTS_SEEN.labels(self._engine.engine_id).inc()
+        self._answers, self._looked_at = False, float("-inf")  # another release may have been started: meet it anew
         await self._quarantine(f"serves {label!r} instead of {self.facts.version!r}: it was restarted or changed")
         return False
 
+    @property
+    def loading(self) -> str:
+        """Holder of the lease on what the engine is brought to."""
+        return f"{self._engine.engine_id}.loading"
+
+    async def _stage(self, version: str) -> bool:
+        """Whether the version's files are ready for the engine; one that is damaged is not tried for a while."""
+        if self._staged is not None and self._staged.version == version:
+            return True
+        await asyncio.to_thread(self._fleet.store.lease, version, self.loading)
+        try:
+            self._staged = await self._fleet.staging.stage(version, local=self._local)
+        except IncompleteVersionError as error:
+            retry_at = self._clock() + self._settings.cool_down_s
+            self._given_up[version] = _GivenUp(retry_at, await self._label() or "", unproven=True)
+            if version not in self._fleet.refused:
+                self._fleet.refuse(version, "files", str(error))
+            if self.facts.state is not EngineState.SERVING:
+                await self._quarantine(str(error))
+            return False
+        return True
+
     async def _bring_to(self, version: str) -> None:
         store, engine_id = self._fleet.store, self._engine.engine_id
-        loading = f"{engine_id}.loading"
-        await asyncio.to_thread(store.lease, version, loading)
+        staged, self._staged = self._staged, None
         manifest = await asyncio.to_thread(store.manifest, version)
         path = await asyncio.to_thread(store.path, version)
         attempt = Round(
@@ -228,29 +299,42 @@ class Keeper:
             tolerance=self._tolerance,
             same_dtype=manifest.dtype == self._settings.dtype,
             report=lambda state: self._enter(state, version),
+            mode=self._mode(version),
+            replaces=self.facts.version,
+            staged_s=staged.seconds if staged is not None else 0.0,
         )
         started = self._clock()
         undefined, self._undefined = self._undefined, True
         try:
+            if undefined:  # it may have been started anew since it was met
+                is_tested(engine_id, await self._engine.server_release())
             verified = await attempt.run(resume_first=undefined)
         except VerificationError as error:
+            self._fleet.ended(engine_id, version, error=str(error))
             metrics.ROUNDS.labels(engine_id, "unproven").inc()
             await self._failed(version, str(error), unproven=True)
             return
         except EngineError as error:
+            self._fleet.ended(engine_id, version, error=str(error))
             result = "unreachable" if isinstance(error, EngineUnreachableError) else "refused"
             metrics.ROUNDS.labels(engine_id, result).inc()
             await self._failed(version, str(error), unproven=False)
             return
         await asyncio.to_thread(store.lease, version, engine_id)
         self._undefined = False
+        self._fleet.ended(engine_id, version, timings=verified.timings)
         await self._serve(verified)
+        self._measure_pause(verified.timings)
         seconds = self._clock() - started
         metrics.ROUNDS.labels(engine_id, "ok").inc()
         metrics.ROUND_SECONDS.observe(seconds)
         metrics.PUBLISH_TO_SERVING_SECONDS.observe(max(0.0, self._wall_clock() - manifest.created_s))
         log.info("engine serves", engine=engine_id, version=version, seconds=round(seconds, 4), worst=verified.worst)
-        await asyncio.to_thread(store.release, loading)
+        await asyncio.to_thread(store.release, self.loading)
+
+    def _mode(self, version: str) -> PauseMode:
+        forward = self.facts.state is EngineState.SERVING and not self._undefined and version > self.facts.version
+        return self._settings.mode if forward or self._settings.mode is not PauseMode.IN_PLACE else PauseMode.RETRACT
 
     async def _serve(self, verified: Verified) -> None:
         manifest = verified.evidence.manifest
@@ -274,6 +358,14 @@ class Keeper:
     def _measure_lag(self, target: Manifest) -> None:
         if self._served_update is not None:
             metrics.LAG_UPDATES.labels(self._engine.engine_id).set(target.update - self._served_update)
+
+    def _measure_pause(self, timings: RoundTimings) -> None:
+        self.last_round = timings
+        self._paused_s += timings.paused_s
+        engine_id, elapsed_s = self._engine.engine_id, max(self._clock() - self._began, self._paused_s)
+        metrics.PAUSE_SECONDS.labels(engine_id).observe(timings.paused_s)
+        metrics.PAUSED_RATIO.labels(engine_id).set(self._paused_s / elapsed_s if elapsed_s else 0.0)
+        metrics.LOADED_BYTES.labels(engine_id).inc(timings.bytes)
 
     async def _failed(self, version: str, error: str, *, unproven: bool) -> None:
         self._failures[version] = self._failures.get(version, 0) + 1

@@ -100,8 +100,9 @@ def _check_config(version: str, manifest: Manifest, config: Mapping[str, Any]) -
             "tie_word_embeddings is true and lm_head.weight is missing; SGLang's MoE models never tie: untie the head"
         )
         raise RefusedVersionError(version, "layout", detail)
-    vocabulary = config.get("vocab_size")
+    sizes = (section.get("vocab_size") for section in (config, config.get("text_config") or {}))
+    vocabulary = next((size for size in sizes if isinstance(size, int)), None)
     largest = max(token for sequence in manifest.canary for token in sequence.token_ids)
-    if isinstance(vocabulary, int) and largest >= vocabulary:
+    if vocabulary is not None and largest >= vocabulary:
         detail = f"canary token id {largest} is outside the vocabulary of {vocabulary}, which would kill the engine"
         raise RefusedVersionError(version, "canary", detail)

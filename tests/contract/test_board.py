@@ -102,6 +102,18 @@ async def test_engine_facts_are_kept_by_engine(board: Board) -> None:
     assert await board.engines() == {"engine-0": serving, "engine-1": loading}
 
 
+async def test_an_engine_that_left_is_forgotten(board: Board) -> None:
+    stays, leaves = (
+        EngineFacts(engine_id=name, url="http://a", state=EngineState.SERVING, version="v1", since_s=1.5)
+        for name in ("engine-0", "engine-10-0-0-5")
+    )
+    for engine in (stays, leaves):
+        await board.write_engine(engine)
+    for name in (leaves.engine_id, "nobody"):
+        await board.remove_engine(name)
+    assert await board.engines() == {"engine-0": stays}
+
+
 async def test_preferences_count_from_one_and_stay_readable(board: Board) -> None:
     for version, name in enumerate(("cute", "classical"), start=1):
         stored = await board.put_preference(document(name))

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from services.weights.engines.base import EngineControl, EngineError, EngineRefusedError, EngineUnreachableError
+from services.weights.engines.base import (
+    EngineControl,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+    PauseMode,
+)
 from services.weights.engines.memory import MemoryEngine
+from services.weights.engines.releases import TESTED, is_tested
 from services.weights.engines.sglang import SGLangEngine
 
 IDS = [1, 5, 9, 7, 3, 8, 11, 4]
@@ -79,6 +86,35 @@ async def test_a_prompt_is_cached_until_the_update(engine: EngineControl, tiny_c
     assert (token.cached_tokens, token.version) == (0, "b")
     scored = (await engine.score([[*IDS, token.token_id]]))[0][-1]
     assert token.logprob == pytest.approx(scored, abs=1e-5)
+
+
+async def test_a_load_that_does_not_flush_leaves_the_cache_and_another_salt_reads_none_of_it(
+    engine: EngineControl, tiny_checkpoints: tuple[Path, Path]
+) -> None:
+    await update(engine, tiny_checkpoints[0], "a")
+    old = await engine.generate_one(IDS, salt="a")
+    await engine.pause(PauseMode.IN_PLACE)
+    await engine.load(tiny_checkpoints[1], "b", flush=False)
+    await engine.resume()
+    token = await engine.generate_one(IDS, salt="b")
+    assert (old.cached_tokens, token.cached_tokens, token.version) == (0, 0, "b")
+    scored = (await engine.score([[*IDS, token.token_id]]))[0][-1]
+    assert token.logprob == pytest.approx(scored, abs=1e-5)
+    stale = await engine.generate_one(IDS, salt="a")
+    assert stale.cached_tokens == len(IDS) - 1, "why each version needs a salt of its own"
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+async def test_an_engine_goes_on_after_each_kind_of_pause(engine: EngineControl, mode: PauseMode) -> None:
+    await engine.pause(mode)
+    await engine.resume()
+    assert (await engine.generate_one(IDS)).logprob < 0
+
+
+async def test_it_says_its_release_also_while_paused(engine: EngineControl) -> None:
+    assert is_tested("engine-0", await engine.server_release())
+    await engine.pause()
+    assert await engine.server_release() == TESTED
 
 
 async def test_flush_empties_the_cache(engine: EngineControl) -> None:

@@ -18,6 +18,7 @@ from services.rollout.engines.base import (
     EngineRefusedError,
     EngineTimeoutError,
     Finish,
+    StaleCacheError,
     Turn,
 )
 from services.rollout.engines.memory import MemoryEngine
@@ -50,6 +51,9 @@ class Rig(Protocol):
     async def abort_running(self) -> None:
         """Give up every turn in flight, once there is one; turns are slow enough for that."""
 
+    async def update_by_abort(self) -> None:
+        """Pause as for new weights in the mode `abort`, once a turn is in flight, and resume."""
+
     async def answers(self) -> bool:
         """Whether the server is still there."""
 
@@ -74,6 +78,9 @@ class MemoryRig:
         await eventually(lambda: bool(self.twin.running), what="a turn in flight")
         for rid in list(self.twin.running):
             self.twin.abort(rid)
+
+    async def update_by_abort(self) -> None:
+        await self.abort_running()
 
     async def answers(self) -> bool:
         return True
@@ -105,6 +112,15 @@ class SGLangRig:
             await self._post("/abort_request", abort_all=True)
         finally:
             await self._post("/slow_down", forward_sleep_time=None)
+
+    async def update_by_abort(self) -> None:
+        await self._post("/slow_down", forward_sleep_time=0.1)
+        try:
+            await eventually(self._running, what="a turn in flight")
+            await self._post("/pause_generation", mode="abort")
+        finally:
+            await self._post("/slow_down", forward_sleep_time=None)
+            await self._post("/continue_generation")
 
     async def _running(self) -> bool:
         loads = (await self._http.get("/v1/loads")).json()["loads"]
@@ -147,6 +163,7 @@ async def generate(
     rid: str | None = None,
     timeout_s: float = 60.0,
     routes_from: int = 0,
+    cache_salt: str = "",
 ) -> Turn:
     return await rig.engine.generate(
         prompt,
@@ -155,6 +172,7 @@ async def generate(
         rid=rid or uuid4().hex,
         timeout_s=timeout_s,
         routes_from=routes_from,
+        cache_salt=cache_salt,
     )
 
 
@@ -262,3 +280,23 @@ async def test_an_aborted_turn_is_an_error_whatever_it_had_sampled(rig: Rig) -> 
     results = await asyncio.gather(*turns, return_exceptions=True)
     assert any(isinstance(result, EngineAbortedError) for result in results)
     assert all(isinstance(result, EngineAbortedError | Turn) for result in results)
+
+
+async def test_an_update_that_aborts_ends_turns_with_an_error_and_the_next_one_is_whole(rig: Rig) -> None:
+    turns = [asyncio.create_task(generate(rig, new=200)) for _ in range(8)]
+    await rig.update_by_abort()
+    results = await asyncio.gather(*turns, return_exceptions=True)
+    assert any(isinstance(result, EngineAbortedError) for result in results)
+    assert all(isinstance(result, EngineAbortedError | Turn) for result in results)
+    check(await generate(rig), rig.launched)
+
+
+async def test_a_turn_begun_from_what_another_version_left_in_the_cache_is_an_error(rig: Rig) -> None:
+    prompt = [1, 9, 8, 7, 6, 5]
+    await rig.set_version("v00000011")
+    check(await generate(rig, prompt, cache_salt="v00000011"), "v00000011")
+    check(await generate(rig, prompt, cache_salt="v00000011"), "v00000011")
+    await rig.set_version("v00000012")
+    with pytest.raises(StaleCacheError, match="sampled by v00000012 from a prefix cached under v00000011"):
+        await generate(rig, prompt, cache_salt="v00000011")
+    check(await generate(rig, prompt, cache_salt="v00000012"), "v00000012")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,17 @@ from safetensors.torch import load_file, save_file
 from sao.board.base import EngineState
 from sao.board.memory import MemoryBoard
 from sao.telemetry.health import Health
+from sao.weights.control import CONTROL_FILE, ControlFile
 from sao.weights.filesystem import FileSystemVersionStore
 from sao.weights.manifest import Manifest
 from services.weights.canary import Exact
-from services.weights.engines.base import GeneratedToken
+from services.weights.engines.base import GeneratedToken, PauseMode
 from services.weights.engines.sglang import SGLangEngine
 from services.weights.fleet import Fleet
+from services.weights.holds import Holds
 from services.weights.keeper import Keeper, KeeperSettings
 from tests.support.versions import CANARY, announce, publish_checkpoint
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +52,7 @@ def transformers_logprobs(directory: Path, token_ids: Sequence[int]) -> list[flo
 class StaleEngine(SGLangEngine):
     """A server whose prefix cache outlives updates, as one that is told not to flush (and says that it did)."""
 
-    async def load(self, path: Path, version: str) -> None:
+    async def load(self, path: Path, version: str, *, flush: bool = True) -> None:
         request = {"model_path": str(path), "weight_version": version, "flush_cache": False}
         await self._send("load", "POST", "/update_weights_from_disk", json=request, headers={})
 
@@ -84,7 +88,7 @@ class Service:
 def service_on(url: str, root: Path, kind: type[SGLangEngine] = SGLangEngine) -> Service:
     board, store = MemoryBoard(), FileSystemVersionStore(root, 0)
     engine = kind("engine-0", url, deadline_s=20.0)
-    fleet = Fleet(board, store, ["engine-0"], keep_versions=4)
+    fleet = Fleet(board, store, ["engine-0"], keep_versions=4, holds=Holds(ControlFile(root / CONTROL_FILE)))
     settings = KeeperSettings(attempts=1, poll_s=0.01, probe_s=0.0)
     return Service(board, store, fleet, Keeper(engine, fleet, settings, Exact(1e-4), Health(60)), engine)
 
@@ -182,29 +186,39 @@ async def test_a_stale_prefix_cache_is_noticed(
     assert "stale prefix cache" in stale.keeper.facts.error
 
 
+@asynccontextmanager
+async def in_flight(url: str) -> AsyncIterator[asyncio.Future[httpx.Response]]:
+    """A turn of 60 tokens that has begun, on an engine that is slow until the block ends."""
+    request = {
+        "input_ids": CANARY[0],
+        "sampling_params": {"max_new_tokens": 60, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    async with httpx.AsyncClient(base_url=url, timeout=60.0) as client:
+
+        async def begun() -> bool:
+            loads = (await client.get("/v1/loads")).json()["loads"]
+            return any(load["num_running_reqs"] > 0 for load in loads)
+
+        await client.post("/slow_down", json={"forward_sleep_time": 0.02})
+        turn = asyncio.ensure_future(client.post("/generate", json=request))
+        try:
+            await eventually(begun, what="a turn in flight", timeout_s=20.0)
+            yield turn
+        finally:
+            await client.post("/slow_down", json={"forward_sleep_time": None})
+            await turn
+
+
 async def test_a_request_in_flight_goes_on_and_names_both_versions(
     service: Service, sglang_engine: EngineServer, tiny_checkpoints: tuple[Path, Path]
 ) -> None:
     first = await service.publish(tiny_checkpoints[0])
     await service.settle()
-    async with httpx.AsyncClient(base_url=sglang_engine.url, timeout=60.0) as client:
-        await client.post("/slow_down", json={"forward_sleep_time": 0.02})
-        request = {
-            "input_ids": CANARY[0],
-            "sampling_params": {"max_new_tokens": 60, "ignore_eos": True},
-            "return_logprob": True,
-        }
-        turn = asyncio.ensure_future(client.post("/generate", json=request))
-        async with asyncio.timeout(20.0):
-            while True:
-                loads = (await client.get("/v1/loads")).json()["loads"]
-                if loads[0]["num_running_reqs"] > 0:
-                    break
-                await asyncio.sleep(0.01)
+    async with in_flight(sglang_engine.url) as turn:
         second = await service.publish(tiny_checkpoints[1])
         await service.settle()
-        await client.post("/slow_down", json={"forward_sleep_time": None})
-        meta = (await turn).json()["meta_info"]
+    meta = turn.result().json()["meta_info"]
     assert service.keeper.facts.version == second.version
     spans = meta["weight_versions"]
     assert [span["version"] for span in spans] == [first.version, second.version]
@@ -212,6 +226,44 @@ async def test_a_request_in_flight_goes_on_and_names_both_versions(
     assert spans[0]["end"] == spans[1]["start"]
     assert spans[1]["end"] == 60
     assert all(math.isfinite(row[0]) for row in meta["output_token_logprobs"])
+
+
+def paused_by(service: Service, mode: PauseMode) -> None:
+    settings = KeeperSettings(attempts=1, poll_s=0.01, probe_s=0.0, mode=mode)
+    service.keeper = Keeper(service.engine, service.fleet, settings, Exact(1e-4), Health(60))
+
+
+async def test_in_place_a_turn_keeps_its_keys_and_values_and_a_new_one_reads_none_of_them(
+    service: Service, sglang_engine: EngineServer, tiny_checkpoints: tuple[Path, Path]
+) -> None:
+    paused_by(service, PauseMode.IN_PLACE)
+    first = await service.publish(tiny_checkpoints[0])
+    await service.settle()
+    async with in_flight(sglang_engine.url) as turn:
+        second = await service.publish(tiny_checkpoints[1])
+        await service.settle()
+    assert (service.keeper.facts.state, service.keeper.facts.version) == (EngineState.SERVING, second.version)
+    meta = turn.result().json()["meta_info"]
+    assert [span["version"] for span in meta["weight_versions"]] == [first.version, second.version]
+    assert meta["num_retractions"] == 0
+    assert (await service.engine.generate_one(CANARY[0], salt=first.version)).cached_tokens > 0, "nothing was flushed"
+    found = (await service.engine.score([CANARY[1]]))[0]
+    assert found == pytest.approx(transformers_logprobs(tiny_checkpoints[1], CANARY[1]), abs=1e-5)
+
+
+async def test_an_abort_ends_the_turn_and_the_engine_serves_the_new_version(
+    service: Service, sglang_engine: EngineServer, tiny_checkpoints: tuple[Path, Path]
+) -> None:
+    paused_by(service, PauseMode.ABORT)
+    first = await service.publish(tiny_checkpoints[0])
+    await service.settle()
+    async with in_flight(sglang_engine.url) as turn:
+        second = await service.publish(tiny_checkpoints[1])
+        await service.settle()
+    assert (service.keeper.facts.state, service.keeper.facts.version) == (EngineState.SERVING, second.version)
+    meta = turn.result().json()["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort"
+    assert {span["version"] for span in meta["weight_versions"]} <= {first.version}
 
 
 async def test_an_engine_that_was_changed_behind_our_back_is_brought_in_again(

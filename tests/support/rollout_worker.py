@@ -82,13 +82,18 @@ def memory_engines(count: int = 1, policy: Policy = often_stopping) -> dict[str,
 
 
 async def write_engine(
-    board: Board, engine_id: str, state: EngineState = EngineState.SERVING, verified: Sequence[str] = VERSIONS[:1]
+    board: Board,
+    engine_id: str,
+    state: EngineState = EngineState.SERVING,
+    verified: Sequence[str] = VERSIONS[:1],
+    *,
+    version: str = VERSIONS[0],
 ) -> None:
     facts = EngineFacts(
         engine_id=engine_id,
         url="http://engine",
         state=state,
-        version=VERSIONS[0],
+        version=version,
         verified=list(verified),
         since_s=time.time(),
     )
@@ -105,6 +110,7 @@ def make_runner(
     limits: EpisodeLimits = LIMITS,
     run: str = "run",
     routing: RoutingShape | None = None,
+    salted: bool = False,
 ) -> EpisodeRunner:
     return EpisodeRunner(
         run=run,
@@ -115,6 +121,7 @@ def make_runner(
         rotation=rotation,
         limits=limits,
         routing=routing,
+        salted=salted,
     )
 
 

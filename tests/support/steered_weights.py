@@ -64,7 +64,7 @@ async def _write_engine(board: RedisBoard, facts: EngineFacts) -> None:
     await _come_to(after(facts.state))
 
 
-async def _load(engine: SGLangEngine, path: Path, version: str) -> None:
+async def _load(engine: SGLangEngine, path: Path, version: str, *, flush: bool = True) -> None:
     request = {"model_path": str(path), "weight_version": version, "flush_cache": True, "abort_all_requests": False}
     order = _order()
     if order == f"kill {IN_FLIGHT}":
@@ -76,7 +76,7 @@ async def _load(engine: SGLangEngine, path: Path, version: str) -> None:
         await _real_load(engine, Path(os.environ[HALF]), version)
     for point in (IN_FLIGHT, UNFLUSHED, HALF_LOADED):
         await _come_to(point)
-    await _real_load(engine, path, version)
+    await _real_load(engine, path, version, flush=flush)
 
 
 async def _only_send(url: str, path: str, body: bytes) -> None:

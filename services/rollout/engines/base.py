@@ -10,6 +10,8 @@ Invariants every implementation keeps, and tests/contract/test_engines.py checks
   ends a real SGLang server (docs/engine.md).
 - **Routes come with the turn** of an engine that was made with a `RoutingShape`: the experts that each token of prompt
   and answer but the last was sent to, also where the prompt's prefix was cached. Without one there are none.
+- **No keys and values of other weights** than those of the version that `cache_salt` names, when one is given: a turn
+  that read the cache under it and whose first token another version sampled is a StaleCacheError.
 - **Every call ends** within `timeout_s`, by a Turn or by an EngineError.
 
 Sampling is the whole distribution at temperature 1 (`SAMPLING`); nothing else is trainable.
@@ -104,6 +106,12 @@ class EngineOutputError(EngineError):
     kind = "output"
 
 
+class StaleCacheError(EngineError):
+    """The turn was asked of one version and begun by another, with what the first had left in the prefix cache."""
+
+    kind = "stale_cache"
+
+
 class Engine(Protocol):
     """One server that samples turns."""
 
@@ -118,10 +126,12 @@ class Engine(Protocol):
         rid: str,
         timeout_s: float,
         routes_from: int = 0,
+        cache_salt: str = "",
     ) -> Turn:
         """Sample one turn after `input_ids`. `rid`: 32 hexadecimal digits, never used before. Raises EngineError.
 
         `routes_from`: the first token whose route is wanted, where routes are; earlier ones are known already.
+        `cache_salt`: the version that the engine serves, where a load does not empty its prefix cache.
         """
 
     async def close(self) -> None: ...
@@ -136,6 +146,17 @@ def check_prompt(engine_id: str, input_ids: Sequence[int], vocab_size: int) -> N
         found = low if low < 0 else high
         text = f"prompt holds id {found}, expected 0 <= id < {vocab_size}; not sent, it would end the server"
         raise EngineRefusedError(engine_id, text)
+
+
+def check_salt(engine_id: str, turn: Turn, cache_salt: str, *, read_cache: bool) -> Turn:
+    """The turn itself unless it began with keys and values of other weights; StaleCacheError otherwise.
+
+    A request that a pause held is sampled by the next version, under the salt of the one before.
+    """
+    first = turn.spans[0].version
+    if cache_salt and read_cache and first != cache_salt:
+        raise StaleCacheError(engine_id, f"sampled by {first} from a prefix cached under {cache_salt}")
+    return turn
 
 
 def check_routes(engine_id: str, turn: Turn, first: int, prompt_tokens: int, routing: RoutingShape) -> Turn:

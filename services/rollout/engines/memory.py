@@ -21,6 +21,7 @@ from services.rollout.engines.base import (
     Turn,
     check_prompt,
     check_routes,
+    check_salt,
     check_turn,
 )
 
@@ -54,6 +55,9 @@ class MemoryEngine:
         self.running: set[str] = set()
         self.prompts: list[list[int]] = []
         """Every prompt taken, in order."""
+        self.salts: list[str] = []
+        """And the cache salt of each."""
+        self.rids: list[str] = []
         self._vocab_size = vocab_size
         self._policy = policy or uniform(vocab_size)
         self._routing = routing
@@ -61,6 +65,7 @@ class MemoryEngine:
         self._open = asyncio.Event()
         self._open.set()
         self._aborted: set[str] = set()
+        self._cached: set[tuple[str, tuple[int, ...]]] = set()
 
     def pause(self) -> None:
         """No further token is sampled until `resume`."""
@@ -82,6 +87,7 @@ class MemoryEngine:
         rid: str,
         timeout_s: float,
         routes_from: int = 0,
+        cache_salt: str = "",
     ) -> Turn:
         check_prompt(self.engine_id, input_ids, self._vocab_size)
         if rid in self.running:
@@ -89,6 +95,8 @@ class MemoryEngine:
         if self.failures:
             raise self.failures.pop(0)
         self.prompts.append(list(input_ids))
+        self.salts.append(cache_salt)
+        self.rids.append(rid)
         self.running.add(rid)
         started = time.monotonic()
         try:
@@ -99,6 +107,9 @@ class MemoryEngine:
         finally:
             self.running.discard(rid)
         check_turn(self.engine_id, turn, max_new_tokens=max_new_tokens, vocab_size=self._vocab_size)
+        prefix = cache_salt, tuple(input_ids)
+        check_salt(self.engine_id, turn, cache_salt, read_cache=prefix in self._cached)
+        self._cached.add(prefix)
         if self._routing is None:
             return turn
         routes = self._routes([*input_ids, *turn.token_ids[:-1]], self._routing)

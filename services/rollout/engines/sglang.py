@@ -28,6 +28,7 @@ from services.rollout.engines.base import (
     Turn,
     check_prompt,
     check_routes,
+    check_salt,
     check_turn,
 )
 
@@ -53,6 +54,7 @@ class _Meta(BaseModel):
     weight_versions: list[_Span] = []
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     routed_experts: str | None = None
+    cached_tokens: int | None = None
 
 
 class _Answer(BaseModel):
@@ -97,6 +99,7 @@ class SGLangEngine:
         rid: str,
         timeout_s: float,
         routes_from: int = 0,
+        cache_salt: str = "",
     ) -> Turn:
         check_prompt(self.engine_id, input_ids, self._vocab_size)
         body = {
@@ -117,6 +120,8 @@ class SGLangEngine:
         }
         if self._routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
+        if cache_salt:
+            body["extra_key"] = cache_salt
         started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
@@ -129,8 +134,9 @@ class SGLangEngine:
             raise EngineUnavailableError(self.engine_id, text) from error
         if response.status_code != httpx.codes.OK:
             raise self._refusal(rid, response)
-        turn = self._turn(rid, response, time.monotonic() - started)
+        turn, cached_tokens = self._turn(rid, response, time.monotonic() - started)
         check_turn(self.engine_id, turn, max_new_tokens=max_new_tokens, vocab_size=self._vocab_size)
+        check_salt(self.engine_id, turn, cache_salt, read_cache=cached_tokens != 0)
         if self._routing is None:
             return turn
         return check_routes(self.engine_id, turn, routes_from, len(input_ids), self._routing)
@@ -138,7 +144,8 @@ class SGLangEngine:
     async def close(self) -> None:
         await self._client.aclose()
 
-    def _turn(self, rid: str, response: httpx.Response, engine_s: float) -> Turn:
+    def _turn(self, rid: str, response: httpx.Response, engine_s: float) -> tuple[Turn, int | None]:
+        """And how many tokens of the prompt were cached; None: it does not say."""
         try:
             answer = _Answer.model_validate_json(response.content)
         except ValidationError as error:
@@ -160,7 +167,7 @@ class SGLangEngine:
             raise EngineOutputError(self.engine_id, f"turn {rid}: log-probs belong to other ids than output_ids")
         spans = [Span(span.version, span.start, span.end) for span in meta.weight_versions]
         routes = b"" if self._routing is None else self._routes(rid, meta.routed_experts)
-        return Turn(answer.output_ids, logprobs, spans, Finish(reason.type), engine_s, routes)
+        return Turn(answer.output_ids, logprobs, spans, Finish(reason.type), engine_s, routes), meta.cached_tokens
 
     def _routes(self, rid: str, encoded: str | None) -> bytes:
         """One byte for each of the int32 ids."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
@@ -70,6 +71,17 @@ class GeneratedToken:
     version: str
 
 
+class PauseMode(Enum):
+    """What a pause does to the requests that run."""
+
+    RETRACT = "retract"
+    """They go back into the queue and are computed again, under the new weights, when the engine resumes."""
+    ABORT = "abort"
+    """They end now, with what they have."""
+    IN_PLACE = "in_place"
+    """They keep their keys and values and go on under the new weights; so nothing can be flushed."""
+
+
 class EngineControl(Protocol):
     @property
     def engine_id(self) -> str: ...
@@ -79,11 +91,14 @@ class EngineControl(Protocol):
 
     async def model_info(self) -> ModelInfo: ...
 
-    async def pause(self) -> None:
-        """Put running requests back into the queue and hold new ones; on return no forward pass runs."""
+    async def server_release(self) -> str:
+        """The server's release, such as 0.5.23; empty when it does not say (releases.py judges it)."""
 
-    async def load(self, path: Path, version: str) -> None:
-        """Load a checkpoint directory and label it; flushes the prefix cache when it can."""
+    async def pause(self, mode: PauseMode = PauseMode.RETRACT) -> None:
+        """Hold new requests and do with running ones as `mode` says; on return no forward pass runs."""
+
+    async def load(self, path: Path, version: str, *, flush: bool = True) -> None:
+        """Load a checkpoint directory and label it; flushes the prefix cache when it can, unless told not to."""
 
     async def flush(self) -> None:
         """Drop the prefix cache; EngineRefusedError when requests hold it."""
@@ -100,7 +115,10 @@ class EngineControl(Protocol):
         All in one call: four sequences one by one cost three times as much on the CPU server.
         """
 
-    async def generate_one(self, token_ids: Sequence[int]) -> GeneratedToken:
-        """One greedy token after the prompt, through the prefix cache, which keeps the prompt for the next call."""
+    async def generate_one(self, token_ids: Sequence[int], *, salt: str = "") -> GeneratedToken:
+        """One greedy token after the prompt, through the prefix cache, which keeps the prompt for the next call.
+
+        What is cached under another `salt` is not read.
+        """
 
     async def close(self) -> None: ...

@@ -18,6 +18,7 @@ from services.weights.engines.base import (
     EngineUnreachableError,
     GeneratedToken,
     ModelInfo,
+    PauseMode,
     UnusableAnswerError,
     UpdatedButNotFlushedError,
 )
@@ -61,6 +62,8 @@ class Faults:
     """200 and the new label, with other weights: a transposed or mixed-up layout."""
     keep_cache: bool = False
     """The flush says yes and does nothing."""
+    ignore_salt: bool = False
+    """The prefix cache has one namespace, whatever is asked."""
     not_flushed_loads: int = 0
     """That many loads answer 400 "Weights were updated" with the new weights live and the old label."""
 
@@ -73,8 +76,11 @@ class MemoryEngine:
     checkpoint: Path
     deadline_s: float = 1.0
     label: str = "initial"
+    release: str = "0.5.23"
     faults: Faults = field(default_factory=Faults)
     calls: list[str] = field(default_factory=list)
+    pauses: list[PauseMode] = field(default_factory=list)
+    """How it was paused, each time."""
 
     def __post_init__(self) -> None:
         self.url = f"memory://{self.engine_id}"
@@ -87,7 +93,7 @@ class MemoryEngine:
         self._path = self.checkpoint
         self._nan = False
         self._alive = True
-        self._cache: dict[tuple[int, ...], str] = {}
+        self._cache: dict[tuple[str, tuple[int, ...]], str] = {}
         self._running = asyncio.Event()
         self._running.set()
 
@@ -99,11 +105,16 @@ class MemoryEngine:
         await self._enter("model_info")
         return ModelInfo(self._version, str(self._path))
 
-    async def pause(self) -> None:
+    async def server_release(self) -> str:
+        await self._enter("release")
+        return self.release
+
+    async def pause(self, mode: PauseMode = PauseMode.RETRACT) -> None:
         await self._enter("pause")
+        self.pauses.append(mode)
         self._running.clear()
 
-    async def load(self, path: Path, version: str) -> None:
+    async def load(self, path: Path, version: str, *, flush: bool = True) -> None:
         await self._enter("load")
         if not _is_directory(path):
             raise EngineRefusedError(self.engine_id, "load", 400, f"Failed to get model config: {path} not found")
@@ -123,7 +134,8 @@ class MemoryEngine:
             text = "Weights were updated, but the cache was not flushed."
             raise UpdatedButNotFlushedError(self.engine_id, "load", 400, text)
         self._version = version
-        self._drop_cache()
+        if flush:
+            self._drop_cache()
 
     async def flush(self) -> None:
         await self._enter("flush")
@@ -144,13 +156,14 @@ class MemoryEngine:
         weights = _fingerprint(self._tensors)
         return [[_logprob(weights, ids[:at], ids[at]) for at in range(1, len(ids))] for ids in sequences]
 
-    async def generate_one(self, token_ids: Sequence[int]) -> GeneratedToken:
+    async def generate_one(self, token_ids: Sequence[int], *, salt: str = "") -> GeneratedToken:
         await self._enter("generate")
         await self._until_running("generate")
         self._refuse_nan("generate")
         prompt = tuple(token_ids)
-        cached = prompt in self._cache
-        weights = self._cache.setdefault(prompt, _fingerprint(self._tensors))
+        key = ("" if self.faults.ignore_salt else salt, prompt)
+        cached = key in self._cache
+        weights = self._cache.setdefault(key, _fingerprint(self._tensors))
         logprob = _logprob(weights, prompt, prompt[0])
         return GeneratedToken(prompt[0], logprob, len(prompt) - 1 if cached else 0, self._token_version)
 

@@ -17,6 +17,7 @@ from services.weights.engines.base import (
     EngineUnreachableError,
     GeneratedToken,
     ModelInfo,
+    PauseMode,
     UnusableAnswerError,
     UpdatedButNotFlushedError,
 )
@@ -75,11 +76,26 @@ class SGLangEngine:
         body = await self._object("model_info", "GET", "/model_info", headers=self._data)
         return ModelInfo(str(body.get("weight_version", "")), str(body.get("model_path", "")))
 
-    async def pause(self) -> None:
-        await self._send("pause", "POST", "/pause_generation", json={"mode": "retract"}, headers=self._control)
+    async def server_release(self) -> str:
+        try:
+            body = await self._object("release", "GET", "/server_info", headers=self._data)
+        except EngineRefusedError as error:
+            if error.status == httpx.codes.NOT_FOUND:  # old releases know it by another name
+                return ""
+            raise
+        found = body.get("version")
+        return found if isinstance(found, str) else ""
 
-    async def load(self, path: Path, version: str) -> None:
-        request = {"model_path": str(path), "weight_version": version, "flush_cache": True, "abort_all_requests": False}
+    async def pause(self, mode: PauseMode = PauseMode.RETRACT) -> None:
+        await self._send("pause", "POST", "/pause_generation", json={"mode": mode.value}, headers=self._control)
+
+    async def load(self, path: Path, version: str, *, flush: bool = True) -> None:
+        request = {
+            "model_path": str(path),
+            "weight_version": version,
+            "flush_cache": flush,
+            "abort_all_requests": False,
+        }
         try:
             body = await self._object("load", "POST", "/update_weights_from_disk", json=request, headers=self._control)
         except EngineRefusedError as error:
@@ -135,12 +151,12 @@ class SGLangEngine:
             raise UnusableAnswerError(self.engine_id, "score", detail)
         return [self._number("score", row[0]) for row in rows]
 
-    async def generate_one(self, token_ids: Sequence[int]) -> GeneratedToken:
+    async def generate_one(self, token_ids: Sequence[int], *, salt: str = "") -> GeneratedToken:
         request = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
             "return_logprob": True,
-            "extra_key": _PROBE_NAMESPACE,
+            "extra_key": f"{_PROBE_NAMESPACE}-{salt}" if salt else _PROBE_NAMESPACE,
         }
         body = await self._object("generate", "POST", "/generate", json=request, headers=self._data)
         with self._readable("generate", body):

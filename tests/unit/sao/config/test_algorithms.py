@@ -52,6 +52,16 @@ def test_every_name_is_an_algorithm() -> None:
             "trainer.publish_every",
             "waits for the weights of every update",
         ),
+        (
+            ("trainer.algorithm=grpo_sync", "group.size=4", "trainer.publish_min_seconds=5"),
+            "trainer.publish_min_seconds",
+            "waits for the weights of every update",
+        ),
+        (
+            ("trainer.algorithm=grpo_sync", "group.size=4", "weights.mode=in_place"),
+            "weights.mode",
+            "samples each turn from one version",
+        ),
         (("trainer.algorithm=vapo", "ppo.minibatches=3"), "ppo.minibatches", "3 x trainer.ranks 1 does not divide"),
         (
             ("trainer.algorithm=reinforce_ma", "trainer.trajectories_per_update=1", "trainer.advantage_norm=whiten"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sao.config import RunConfig, dump_run_config, load_run_config
 from sao.supervisor.engine import NoEngineEnvironmentError, engine_command, engine_python, engine_seed
-from sao.supervisor.plan import MODEL, plan, with_ports
+from sao.supervisor.plan import MODEL, owns_engines, plan, with_ports
 from sao.supervisor.ports import NoFreePortError, PortChooser
 from sao.supervisor.valkey import valkey_command
 
@@ -57,6 +57,13 @@ def test_what_was_asked_for_stays(tmp_path: Path) -> None:
     assert config.reward.port == port
     assert config.engine.urls == ["http://10.0.0.1:30000"]
     assert config.run.dir == tmp_path
+
+
+def test_no_engine_is_started_where_dns_finds_them(tmp_path: Path) -> None:
+    config = with_ports(asked('engine.discovery="dns"', 'engine.dns="engines:30000"'), PortChooser())
+    assert config.engine.urls == []
+    services = plan(config, tmp_path / "run.toml", tmp_path, own_engines=owns_engines(config), earlier_starts=0)
+    assert [service.name for service in services if service.name.startswith("engine")] == []
 
 
 def test_a_port_that_is_taken_is_named_by_its_key() -> None:

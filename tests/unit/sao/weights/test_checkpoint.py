@@ -17,6 +17,7 @@ from sao.weights.checkpoint import (
     first_non_finite,
     sha256_of,
     tensor_slots,
+    zero_tensors,
 )
 from sao.weights.manifest import CanarySequence
 from tests.support.versions import floats, write_safetensors
@@ -97,3 +98,11 @@ def test_a_header_that_is_none_is_a_broken_file(tmp_path: Path, header: bytes) -
     file.write_bytes(struct.pack("<Q", len(header)) + header)
     with pytest.raises(CheckpointFormatError, match=r"model\.safetensors"):
         tensor_slots(file)
+
+
+def test_tensors_of_nothing_but_zeros_are_named_whatever_their_sign_and_place(tmp_path: Path) -> None:
+    late = floats(*[0.0] * 5000, 1.0)
+    tensors = {"zeros": floats(0.0, -0.0), "long": floats(*[0.0] * 5000), "late": late, "w": floats(1.0, 0.0)}
+    write_safetensors(tmp_path / "a.safetensors", tensors)
+    write_safetensors(tmp_path / "b.safetensors", {"empty": floats(), "half": ("BF16", [2], b"\x00\x80\x00\x00")})
+    assert zero_tensors(tmp_path) == ["zeros", "long", "half"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -71,12 +72,14 @@ async def runner(
     task: CountTask | None = None,
     limits: EpisodeLimits = LIMITS,
     routing: RoutingShape | None = None,
+    *,
+    salted: bool = False,
 ) -> EpisodeRunner:
     board = MemoryBoard()
     await write_engine(board, "engine-0", verified=VERSIONS)
     rotation = Rotation(board, {"engine-0": engine})
     await rotation.refresh()
-    return make_runner(rotation, task=task, limits=limits, routing=routing)
+    return make_runner(rotation, task=task, limits=limits, routing=routing, salted=salted)
 
 
 async def play(
@@ -233,3 +236,22 @@ def test_a_hanging_environment_keeps_no_worker_from_ending() -> None:
         release.set()
     assert message.finish_reason == pb.FINISH_REASON_ENV_ERROR
     assert took_s < 10
+
+
+@pytest.mark.parametrize(("salted", "salt"), [(True, VERSIONS[0]), (False, "")])
+async def test_turns_carry_the_version_served_as_their_salt_where_loads_do_not_flush(salted: bool, salt: str) -> None:
+    engine = stops_after(3)
+    task = ScriptedTask([1] * 4, Observation([3, 4], done=False), Observation([], done=True))
+    lease = ingest_pb2.PromptLease(lease_id="7-3", attempt=1)
+    await (await runner(engine, task, salted=salted)).play(lease, attempt=1)
+    assert engine.salts == [salt, salt]
+
+
+async def test_every_request_has_an_id_of_its_own_and_of_fixed_length() -> None:
+    engine = stops_after(3)
+    lease = ingest_pb2.PromptLease(lease_id="7-3", attempt=1)
+    for attempt in (1, 2):
+        task = ScriptedTask([1] * 4, Observation([3, 4], done=False), Observation([], done=True))
+        await (await runner(engine, task)).play(lease, attempt=attempt)
+    assert len(set(engine.rids)) == len(engine.rids) == 4, "an attempt that is repeated is another request"
+    assert all(re.fullmatch(r"[0-9a-f]{32}", rid) for rid in engine.rids), "an abort matches by prefix"

@@ -6,10 +6,12 @@ import asyncio
 
 import pytest
 
-from sao.board.base import EngineState
+from sao.board.base import EngineFacts, EngineState
 from sao.board.memory import MemoryBoard
+from sao.streams.base import StreamUnavailableError
 from services.rollout import metrics
-from services.rollout.engines.base import EngineUnavailableError
+from services.rollout.engines.base import Engine, EngineUnavailableError
+from services.rollout.engines.memory import MemoryEngine
 from services.rollout.rotation import NoEngineError, Rotation, UnverifiedVersionError
 from tests.support.rollout_worker import memory_engines, write_engine
 from tests.support.trajectories import VERSIONS
@@ -55,6 +57,18 @@ async def test_the_least_loaded_engine_is_chosen_and_the_preferred_one_before_it
         assert await chosen(made, prefer="engine-0") == "engine-1"
 
 
+async def test_what_an_engine_serves_is_never_what_it_is_only_loading() -> None:
+    made, board, _ = await rotation(EngineState.SERVING)
+    assert made.served("engine-0") == VERSIONS[0]
+    facts = (await board.engines())["engine-0"]
+    await board.write_engine(facts.model_copy(update={"state": EngineState.QUIESCING, "version": VERSIONS[1]}))
+    await made.refresh()
+    assert made.served("engine-0") == VERSIONS[0]
+    await board.write_engine(facts.model_copy(update={"version": VERSIONS[1]}))
+    await made.refresh()
+    assert made.served("engine-0") == VERSIONS[1]
+
+
 async def test_an_engine_that_failed_a_turn_is_the_last_choice_for_a_while() -> None:
     made, board, clock = await rotation(EngineState.SERVING, EngineState.SERVING)
     with pytest.raises(EngineUnavailableError):
@@ -92,9 +106,66 @@ async def test_a_waiting_turn_starts_when_an_engine_comes_into_rotation() -> Non
 async def test_a_verified_version_is_believed_at_once_and_stays_so() -> None:
     made, board, _ = await rotation(EngineState.SERVING)
     await made.verified("engine-0", [VERSIONS[0]], timeout_s=0)
-    await write_engine(board, "engine-0", EngineState.LOADING, verified=[])
+    await write_engine(board, "engine-0", EngineState.LOADING, verified=[], version=VERSIONS[1])
     await made.refresh()
     await made.verified("engine-0", [VERSIONS[0]], timeout_s=0.01)
+
+
+ROUND = [EngineState.QUIESCING, EngineState.QUIESCED, EngineState.LOADING, EngineState.VERIFYING]
+
+
+@pytest.mark.parametrize("state", ROUND)
+async def test_a_version_that_an_engine_is_brought_to_anew_is_not_believed_for_having_passed_before(
+    state: EngineState,
+) -> None:
+    """A roll-back loads a version again, and the load may go wrong this time."""
+    made, board, _ = await rotation(EngineState.SERVING)
+    await write_engine(board, "engine-0", state)  # the worker has not looked since
+    with pytest.raises(UnverifiedVersionError, match=f"'{VERSIONS[0]}'. were not sure"):
+        await made.verified("engine-0", VERSIONS[:1], timeout_s=0.01)
+    waiting = asyncio.create_task(made.verified("engine-0", VERSIONS[:1], timeout_s=60))
+    await asyncio.sleep(0)
+    await write_engine(board, "engine-0")
+    await made.refresh()
+    await waiting
+
+
+async def test_a_turn_is_believed_on_what_the_board_says_after_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, board, clock = await rotation(EngineState.SERVING)
+    clock.now += 1
+
+    async def away() -> dict[str, EngineFacts]:
+        msg = "no answer within 5 s"
+        raise StreamUnavailableError(msg)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(board, "engines", away)
+        waiting = asyncio.create_task(made.verified("engine-0", VERSIONS[:1], timeout_s=60))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await made.refresh()
+    await waiting
+
+
+async def test_an_answer_that_was_overtaken_is_not_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, board, clock = await rotation(EngineState.SERVING)
+    old, asked, go_on = await board.engines(), asyncio.Event(), asyncio.Event()
+
+    async def late() -> dict[str, EngineFacts]:
+        asked.set()
+        await go_on.wait()
+        return old
+
+    with monkeypatch.context() as patch:
+        patch.setattr(board, "engines", late)
+        slow = asyncio.create_task(made.refresh())
+        await asked.wait()
+    clock.now += 1
+    await write_engine(board, "engine-0", EngineState.LOADING)
+    await made.refresh()
+    go_on.set()
+    await slow
+    assert not await made.serving(timeout_s=0)
 
 
 async def test_a_quarantined_engine_is_not_believed_about_a_verified_version() -> None:
@@ -135,3 +206,66 @@ async def test_idle_time_is_counted_only_while_no_turn_runs() -> None:
     clock.now += 2
     await made.refresh()
     assert counter._value.get() - before == pytest.approx(5)
+
+
+class Connections:
+    """Clients that are made and closed as the board says."""
+
+    def __init__(self) -> None:
+        self.made: list[str] = []
+        self.closed: list[str] = []
+
+    def __call__(self, facts: EngineFacts) -> Engine:
+        self.made.append(facts.engine_id)
+        connections = self
+
+        class Closing(MemoryEngine):
+            async def close(self) -> None:
+                connections.closed.append(self.engine_id)
+
+        return Closing(facts.engine_id, 32)
+
+
+async def test_engines_that_join_are_taken_and_those_that_leave_are_let_go_after_their_last_turn() -> None:
+    board, connections = MemoryBoard(), Connections()
+    made = Rotation(board, {}, connect=connections)
+    await made.refresh()
+    assert not await made.serving(timeout_s=0)
+    await write_engine(board, "engine-10-0-0-5", EngineState.STARTING)
+    await made.refresh()
+    assert not await made.serving(timeout_s=0), "it is on the board before it is in rotation"
+    await write_engine(board, "engine-10-0-0-5")
+    await made.refresh()
+    async with made.turn(timeout_s=1) as engine:
+        assert engine.engine_id == "engine-10-0-0-5"
+        await board.remove_engine("engine-10-0-0-5")
+        await made.refresh()
+        assert not await made.serving(timeout_s=0)
+        assert connections.closed == [], "its turn is not over"
+    await made.refresh()
+    assert connections.closed == ["engine-10-0-0-5"]
+    await made.verified("engine-10-0-0-5", VERSIONS[:1], timeout_s=1)
+
+
+async def test_another_engine_under_the_same_name_has_verified_nothing() -> None:
+    board, connections = MemoryBoard(), Connections()
+    made = Rotation(board, {}, connect=connections)
+    await write_engine(board, "engine-10-0-0-5")
+    await made.refresh()
+    await board.remove_engine("engine-10-0-0-5")
+    await made.refresh()
+    await write_engine(board, "engine-10-0-0-5", EngineState.STARTING, verified=())
+    await made.refresh()
+    assert connections.made == ["engine-10-0-0-5"] * 2
+    with pytest.raises(UnverifiedVersionError):
+        await made.verified("engine-10-0-0-5", VERSIONS[:1], timeout_s=0.01)
+
+
+async def test_closing_lets_every_engine_go() -> None:
+    board, connections = MemoryBoard(), Connections()
+    made = Rotation(board, {}, connect=connections)
+    for name in ("engine-a", "engine-b"):
+        await write_engine(board, name)
+    await made.refresh()
+    await made.close()
+    assert sorted(connections.closed) == ["engine-a", "engine-b"]

@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 from pydantic import SecretStr
 
+from sao.config import ConfigError
 from sao.config.schema import RunConfig
 from sao.telemetry.health import Health
 from services.weights import app
@@ -75,12 +76,22 @@ def test_the_tolerance_of_the_run_file_bounds_the_calibration_of_bfloat16(
         app.tolerance_for(config).check([0.01] * 512)
 
 
-def test_engines_are_named_by_their_place() -> None:
+async def test_engines_are_found_as_the_run_file_says() -> None:
     config = RunConfig.model_validate({"engine": {"urls": ["http://a", "http://b/"], "admin_key": "k"}})
-    assert [(engine.engine_id, engine.url) for engine in app.build_engines(config)] == [
+    engines = [app.build_engine(config, located) for located in await app.build_discovery(config).look()]
+    assert [(engine.engine_id, engine.url) for engine in engines] == [
         ("engine-0", "http://a"),
         ("engine-1", "http://b"),
     ]
+    by_name = RunConfig.model_validate({"engine": {"discovery": "dns", "dns": "localhost:30000"}})
+    assert "http://127.0.0.1:30000" in {located.url for located in await app.build_discovery(by_name).look()}
+
+
+async def test_the_service_does_not_start_while_it_cannot_tell_what_is_held(run_config: RunConfig) -> None:
+    run_config.versions_dir.mkdir(parents=True)
+    (run_config.versions_dir / "control.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"weights\.store_dir: .*control\.json says which weight versions are held"):
+        await app.main(run_config, asyncio.Event())
 
 
 async def test_the_service_starts_answers_and_stops(run_config: RunConfig) -> None:

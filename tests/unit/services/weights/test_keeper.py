@@ -12,9 +12,7 @@ from sao.weights.base import IncompleteVersionError
 from sao.weights.manifest import Manifest
 from services.weights.preflight import directory_layout
 from tests.support.versions import announce, floats, publish_checkpoint, write_safetensors, write_toy_checkpoint
-from tests.unit.services.weights.world import World
-
-SERVED = ["quiescing", "quiesced", "loading", "verifying", "serving"]
+from tests.unit.services.weights.world import SERVED, World
 
 
 @pytest.fixture
@@ -40,7 +38,7 @@ async def test_a_version_is_brought_in_step_by_step(world: World) -> None:
     assert (facts.version, facts.verified, facts.error) == (version, [version], "")
     assert facts.in_rotation
     calls = world.engines[0].calls
-    order = ["pause", "load", "checksums", "resume", "generate", "score"]
+    order = ["pause", "load", "resume", "checksums", "generate", "score"]
     positions = [len(calls) - 1 - calls[::-1].index(step) for step in order]
     assert positions == sorted(positions)
     assert world.store.leases() == {"engine-0": version}

@@ -54,6 +54,7 @@ FAULTS: list[tuple[str, Callable[[Path], None], str, str]] = [
     ("inf", _overwrite({**FINE, EMBED: floats(-math.inf, 2.0)}), "non_finite", "embed_tokens"),
     ("twice", lambda folder: write_safetensors(folder / "z.safetensors", {HEAD: FINE[HEAD]}), "files", "earlier file"),
     ("vocabulary", _config(vocab_size=20), "canary", "token id 30"),
+    ("text vocabulary", _config(text_config={"vocab_size": 20}), "canary", "token id 30"),
     ("config", lambda folder: (folder / "config.json").unlink(), "files", r"config\.json"),
 ]
 

@@ -14,6 +14,7 @@ import pytest
 from services.weights.engines.base import (
     EngineRefusedError,
     EngineUnreachableError,
+    PauseMode,
     UnusableAnswerError,
     UpdatedButNotFlushedError,
 )
@@ -171,3 +172,42 @@ async def test_a_token_that_is_no_number_proves_no_freshness() -> None:
     body = '{"meta_info": {"output_token_logprobs": [[NaN, 3, null]], "cached_tokens": 0, "weight_version": "v"}}'
     with pytest.raises(UnusableAnswerError, match="finite"):
         await engine(lambda _: httpx.Response(200, content=body)).generate_one([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("answer", "release"),
+    [
+        (httpx.Response(200, json={"version": "0.5.23", "internal_states": []}), "0.5.23"),
+        (httpx.Response(200, json={"version": 5}), ""),
+        (httpx.Response(200, json={}), ""),
+        (httpx.Response(404, json={"detail": "Not Found"}), ""),
+    ],
+)
+async def test_the_release_is_read_or_empty(answer: httpx.Response, release: str) -> None:
+    assert await engine(lambda _: answer).server_release() == release
+
+
+async def test_a_key_that_is_refused_is_no_release() -> None:
+    with pytest.raises(EngineRefusedError, match="Unauthorized"):
+        await engine(lambda _: httpx.Response(401, json={"error": "Unauthorized"})).server_release()
+
+
+@pytest.mark.parametrize(
+    ("mode", "flush", "salt"),
+    [(PauseMode.RETRACT, True, ""), (PauseMode.ABORT, True, ""), (PauseMode.IN_PLACE, False, "v1")],
+)
+async def test_pause_load_and_probe_say_the_mode(mode: PauseMode, flush: bool, salt: str) -> None:
+    sent: dict[str, Any] = {}
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        sent[request.url.path] = json.loads(request.content)
+        rows = {"output_token_logprobs": [[-1.0, 4, None]], "cached_tokens": 0}
+        return httpx.Response(200, json={"success": True, "meta_info": rows})
+
+    client = engine(handler)
+    await client.pause(mode)
+    await client.load(Path("/v"), "v00000001", flush=flush)
+    await client.generate_one([1, 2], salt=salt)
+    assert sent["/pause_generation"] == {"mode": mode.value}
+    assert sent["/update_weights_from_disk"]["flush_cache"] is flush
+    assert sent["/generate"]["extra_key"].removeprefix("sao-canary-probe") == ("-v1" if salt else "")

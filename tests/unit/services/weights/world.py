@@ -8,13 +8,20 @@ from sao.board.base import EngineFacts, EngineState
 from sao.board.memory import MemoryBoard
 from sao.streams.base import StreamUnavailableError
 from sao.telemetry.health import Health
+from sao.weights.control import CONTROL_FILE, ControlFile
 from sao.weights.manifest import Manifest
 from sao.weights.memory import MemoryVersionStore
 from services.weights.canary import Exact
+from services.weights.engines.base import PauseMode
 from services.weights.engines.memory import MemoryEngine, checkpoint_logprobs
 from services.weights.fleet import Fleet
+from services.weights.holds import Holds
 from services.weights.keeper import Keeper, KeeperSettings
+from services.weights.slots import Slots
 from tests.support.versions import announce, publish_checkpoint, write_toy_checkpoint
+
+SERVED = ["quiescing", "quiesced", "loading", "verifying", "serving"]
+"""The states of a round that succeeds."""
 
 
 class RecordingBoard(MemoryBoard):
@@ -44,9 +51,20 @@ class RecordingBoard(MemoryBoard):
 class World:
     """Engines start from seed 0; `publish(seed)` is what the trainer does."""
 
-    def __init__(self, folder: Path, engines: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engines: int = 1,
+        *,
+        engines_out_max: int | None = None,
+        mode: PauseMode = PauseMode.RETRACT,
+        drift_max: float | None = None,
+    ) -> None:
         self.folder = folder
+        self.engines_out_max = engines_out_max
+        self.mode = mode
         self.now = 1000.0
+        self.drift_max = drift_max
         self.board = RecordingBoard()
         self.store = MemoryVersionStore()
         launch = write_toy_checkpoint(folder / "launch", 0)
@@ -56,10 +74,18 @@ class World:
 
     def start(self) -> None:
         """A new process of the weights service."""
-        self.fleet = Fleet(self.board, self.store, [engine.engine_id for engine in self.engines], keep_versions=2)
-        settings = KeeperSettings(attempts=2, poll_s=0.01, probe_s=1.0, cool_down_s=10.0)
+        self.fleet = Fleet(
+            self.board,
+            self.store,
+            [engine.engine_id for engine in self.engines],
+            keep_versions=2,
+            holds=Holds(ControlFile(self.folder / CONTROL_FILE), wall_clock=lambda: self.now),
+            drift_max=self.drift_max,
+        )
+        settings = KeeperSettings(attempts=2, poll_s=0.01, probe_s=1.0, cool_down_s=10.0, mode=self.mode)
+        self.slots = Slots(self.engines_out_max, hold_s=60.0, clock=lambda: self.now)
         self.keepers = [
-            Keeper(engine, self.fleet, settings, Exact(1e-4), Health(60), clock=lambda: self.now)
+            Keeper(engine, self.fleet, settings, Exact(1e-4), Health(60), slots=self.slots, clock=lambda: self.now)
             for engine in self.engines
         ]
 
@@ -69,9 +95,12 @@ class World:
             await keeper.restore()
 
     async def publish(self, seed: int) -> Manifest:
+        return await self.publish_from(write_toy_checkpoint(self.folder / f"seed{seed}", seed))
+
+    async def publish_from(self, source: Path) -> Manifest:
+        """A checkpoint directory of one's own making."""
         if self.board.newest_epoch == 0:
             await self.board.new_trainer_epoch()
-        source = write_toy_checkpoint(self.folder / f"seed{seed}", seed)
         manifest = publish_checkpoint(self.store, source, checkpoint_logprobs, update=self.updates)
         self.updates += 1
         await announce(self.board, manifest)

@@ -21,6 +21,7 @@ from services.rollout.engines.base import (
     EngineUnavailableError,
     Finish,
     Span,
+    StaleCacheError,
     Turn,
 )
 from services.rollout.engines.sglang import SGLangEngine, error_text
@@ -45,6 +46,7 @@ async def ask(
     answer: httpx.Response | httpx.TransportError,
     requests: list[httpx.Request] | None = None,
     routing: RoutingShape | None = None,
+    cache_salt: str = "",
 ) -> Turn:
     def respond(request: httpx.Request) -> httpx.Response:
         if requests is not None:
@@ -57,7 +59,13 @@ async def ask(
     engine = SGLangEngine("engine-0", "http://engine/", 32, routing=routing, transport=transport, api_key="secret")
     try:
         return await engine.generate(
-            [1, 8], max_new_tokens=4, stop_token_ids=[2], rid="r" * 32, timeout_s=5.0, routes_from=1
+            [1, 8],
+            max_new_tokens=4,
+            stop_token_ids=[2],
+            rid="r" * 32,
+            timeout_s=5.0,
+            routes_from=1,
+            cache_salt=cache_salt,
         )
     finally:
         await engine.close()
@@ -81,6 +89,20 @@ async def test_the_request_samples_the_whole_distribution_without_a_seed() -> No
     assert "ignore_eos" not in sampling, "it would switch stop_token_ids off"
     assert "return_routed_experts" not in body
     assert requests[0].headers["authorization"] == "Bearer secret"
+
+
+@pytest.mark.parametrize(("salt", "sent"), [("", {}), ("v1", {"extra_key": "v1"})])
+async def test_a_salt_names_the_part_of_the_cache(salt: str, sent: dict[str, str]) -> None:
+    requests: list[httpx.Request] = []
+    await ask(httpx.Response(200, json=with_meta(cached_tokens=1)), requests, cache_salt=salt)
+    assert {key: value for key, value in json.loads(requests[0].content).items() if key == "extra_key"} == sent
+
+
+@pytest.mark.parametrize("cached", [1, None])
+async def test_a_prefix_of_another_version_than_the_first_sampler_is_an_error(cached: int | None) -> None:
+    with pytest.raises(StaleCacheError, match="sampled by v1 from a prefix cached under v0"):
+        await ask(httpx.Response(200, json=with_meta(cached_tokens=cached)), cache_salt="v0")
+    assert (await ask(httpx.Response(200, json=with_meta(cached_tokens=0)), cache_salt="v0")).spans[0].version == "v1"
 
 
 ROUTING = RoutingShape(layers=2, experts=4, per_token=1)

@@ -1,0 +1,1 @@
+"""Where the weights service learns which engines there are."""
