@@ -18,7 +18,7 @@ from sao.streams.memory import MemoryStreams
 from sao.trajectory import Trajectory
 from sao.v1 import trajectory_pb2 as pb
 from sao.v1.ingest_pb2 import PublishRequest
-from services.rollout.engines.base import EngineUnavailableError
+from services.rollout.engines.base import EngineAbortedError, EngineError, EngineUnavailableError, StaleCacheError
 from tests.support.ingest import FailingStreams, Ingest, memory_ingest
 from tests.support.rollout_worker import OBSERVATION, memory_engines, open_spool, working, write_engine
 from tests.support.trajectories import VERSIONS, good
@@ -83,9 +83,12 @@ async def test_each_turn_is_prompted_with_exactly_the_ids_before_it(ingest: Inge
         assert ids == trajectory.token_ids
 
 
-async def test_a_failed_turn_costs_an_attempt_not_the_ordinal(ingest: Ingest, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [EngineUnavailableError, EngineAbortedError, StaleCacheError])
+async def test_a_failed_turn_costs_an_attempt_not_the_ordinal(
+    ingest: Ingest, tmp_path: Path, kind: type[EngineError]
+) -> None:
     engines = memory_engines()
-    engines["engine-0"].failures = [EngineUnavailableError("engine-0", "connection reset") for _ in range(2)]
+    engines["engine-0"].failures = [kind("engine-0", "the turn is lost") for _ in range(2)]
     async with working(ingest, engines, tmp_path, concurrency=2):
         found = await published(ingest, 4)
     by_ordinal = {trajectory.message.ordinal: trajectory.message.attempt for trajectory in found}
