@@ -72,6 +72,9 @@ class EngineFacts(_Fact):
     verified: list[str] = []
     """Versions whose canary this engine has passed, newest last, the last 16."""
     error: str = ""
+    doubted_s: float = 0.0
+    """Unix seconds at which it was last in doubt what it serves: no turn that crossed this moment is believed, even if
+    the same version is proven afterwards. A mark to compare, not a time to reckon with."""
     since_s: float
     """Unix seconds of the last change of state."""
 

@@ -193,6 +193,7 @@ class EpisodeRunner:
         limit = self._limits.turn_timeout_s
         started_s = time.time()
         async with self._rotation.turn(timeout_s=limit, prefer=draft.engine_id or None) as engine:
+            doubted = self._rotation.doubted(engine.engine_id)
             try:
                 turn = await engine.generate(
                     draft.ids,
@@ -206,7 +207,7 @@ class EpisodeRunner:
             except EngineError as error:
                 metrics.ENGINE_ERRORS.labels(engine.engine_id, error.kind).inc()
                 raise
-        await self._rotation.verified(engine.engine_id, turn.versions, timeout_s=limit)
+        await self._rotation.verified(engine.engine_id, turn.versions, timeout_s=limit, doubted=doubted)
         metrics.TURN_SECONDS.labels(engine.engine_id).observe(turn.engine_s)
         draft.act(turn, engine.engine_id, started_s)
         return turn

@@ -7,7 +7,8 @@
   resume while an engine verifies itself sample under weights that nobody has checked yet. What counts is what the
   board says after the turn has ended: an engine may be brought to a version anew that it has passed long ago.
 - A turn that ends on a quarantined engine is not believed, whatever versions it names: after a failed load the old
-  label may stand on weights that are neither the old ones nor the new.
+  label may stand on weights that are neither the old ones nor the new. Nor is one that was under way when its engine
+  was in doubt, though it has recovered since: the same label may have stood on two sets of weights.
 """
 
 from __future__ import annotations
@@ -84,6 +85,10 @@ class Rotation:
     def served(self, engine_id: str) -> str:
         """The version that this engine serves, as far as is known here; an engine that had a turn has one."""
         return self._served[engine_id]
+
+    def doubted(self, engine_id: str) -> float:
+        """When it was last in doubt what this engine serves, as far as is known here; to be asked as a turn begins."""
+        return self._facts[engine_id].doubted_s
 
     async def refresh(self) -> None:
         """Read the board once and wake whoever waits."""
@@ -172,10 +177,13 @@ class Rotation:
             self._idle_since[engine_id] = self._clock()
             metrics.ENGINE_TURNS.labels(engine_id).set(self._load[engine_id])
 
-    async def verified(self, engine_id: str, versions: Iterable[str], *, timeout_s: float) -> None:
+    async def verified(
+        self, engine_id: str, versions: Iterable[str], *, timeout_s: float, doubted: float | None = None
+    ) -> None:
         """Return when the engine has passed the canary of all these versions.
 
-        Raises UnverifiedVersionError after `timeout_s`, or at once when the engine is quarantined.
+        Raises UnverifiedVersionError after `timeout_s`, or at once when the engine is quarantined, or was in doubt
+        since `doubted`, which is what `doubted()` said when the turn began.
         """
         wanted = set(versions)
         started = self._clock()
@@ -183,6 +191,8 @@ class Rotation:
         def settled() -> bool | None:
             facts = self._facts.get(engine_id)
             if facts is not None and facts.state is EngineState.QUARANTINED:
+                return False
+            if facts is not None and doubted not in {None, facts.doubted_s}:
                 return False
             brought_to = {facts.version} if facts is not None and not facts.in_rotation else set()
             sure = self._asked_at >= started and not brought_to & wanted
@@ -192,13 +202,13 @@ class Rotation:
             await self.refresh()
         outcome = await self._wait(settled, timeout_s)
         metrics.WITHHELD_SECONDS.observe(self._clock() - started)
-        if not outcome:
-            if outcome is False:
-                raise UnverifiedVersionError(engine_id, f"turn of {sorted(wanted)}, but the engine is quarantined")
+        if outcome is False:
+            text = f"turn of {sorted(wanted)}, but the engine is quarantined, or was while the turn ran"
+            raise UnverifiedVersionError(engine_id, text)
+        if outcome is None:
             missing = sorted(wanted - self._verified[engine_id])
             what = f"versions {missing} have not passed their canary" if missing else f"{sorted(wanted)} were not sure"
-            text = f"{what} within {timeout_s:g} s"
-            raise UnverifiedVersionError(engine_id, text)
+            raise UnverifiedVersionError(engine_id, f"{what} within {timeout_s:g} s")
 
     def _choose(self, prefer: str | None) -> str | None:
         serving = [engine_id for engine_id, facts in self._facts.items() if facts.in_rotation]

@@ -38,6 +38,8 @@ _ENGINE_LEASE = re.compile(r"(engine-[0-9a-f-]+)(\.loading)?")
 
 OPERATOR_LEASE = "operator"
 """Holder of the lease on the version that publishing is pinned to."""
+TARGET_LEASE = "target"
+"""Holder of the lease on what the engines shall serve."""
 _ROUNDS_KEPT = 32
 
 
@@ -157,12 +159,23 @@ class Fleet:
         """Look at the board once; whether the target changed."""
         turn, pin = self.holds.turn, self.holds.control.pin
         manifest = await self._pinned(pin.version) if pin is not None else await self._newest_good()
-        if manifest is None or turn != self.holds.turn:  # somebody decided otherwise meanwhile
+        if manifest is None or not await self._keep(manifest.version):
+            return False
+        if turn != self.holds.turn:  # somebody decided otherwise meanwhile
             return False
         changed = self.aim(manifest)
         if pin is None:
             await self.holds.accept(manifest.version)
         return changed
+
+    async def _keep(self, version: str) -> bool:
+        """Have the target stay in the store though no engine has begun to load it; False when it has gone already."""
+        try:
+            await asyncio.to_thread(self.store.lease, version, TARGET_LEASE)
+        except UnknownVersionError:
+            self._decided = None
+            return False
+        return True
 
     def aim(self, manifest: Manifest) -> bool:
         """Make this the version that all engines shall serve; whether it was not."""

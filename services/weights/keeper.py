@@ -111,8 +111,12 @@ class Keeper:
     async def restore(self) -> None:
         """Take over the list of proven versions; everything else has to be proven again."""
         earlier = (await self._fleet.board.engines()).get(self._engine.engine_id)
+        now = self._wall_clock()
         verified = list(earlier.verified) if earlier is not None else []
-        await self._write(self.facts.model_copy(update={"verified": verified, "since_s": self._wall_clock()}))
+        # A process that ended in the middle of a round has told nobody what its engine was left with.
+        doubted_s = earlier.doubted_s if earlier is not None and earlier.in_rotation else now
+        facts = {"verified": verified, "doubted_s": doubted_s, "since_s": now}
+        await self._write(self.facts.model_copy(update=facts))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the engine until told to stop; a round in progress is finished first."""
@@ -382,7 +386,8 @@ class Keeper:
 
     async def _quarantine(self, error: str) -> None:
         self._undefined = True
-        facts = {"state": EngineState.QUARANTINED, "error": error, "since_s": self._wall_clock()}
+        now = self._wall_clock()
+        facts = {"state": EngineState.QUARANTINED, "error": error, "doubted_s": now, "since_s": now}
         await self._write(self.facts.model_copy(update=facts))
 
     async def _enter(self, state: EngineState, version: str) -> None:

@@ -269,3 +269,16 @@ async def test_closing_lets_every_engine_go() -> None:
     await made.refresh()
     await made.close()
     assert sorted(connections.closed) == ["engine-a", "engine-b"]
+
+
+async def test_a_turn_that_crossed_a_doubt_is_not_believed_though_its_version_is_proven_again() -> None:
+    made, board, _ = await rotation(EngineState.SERVING)
+    facts = (await board.engines())["engine-0"]
+    before = made.doubted("engine-0")
+    await board.write_engine(facts.model_copy(update={"state": EngineState.QUARANTINED, "doubted_s": before + 1}))
+    await board.write_engine(facts.model_copy(update={"doubted_s": before + 1}))
+
+    with pytest.raises(UnverifiedVersionError, match="is quarantined, or was while the turn ran"):
+        await made.verified("engine-0", VERSIONS[:1], timeout_s=60, doubted=before)
+
+    await made.verified("engine-0", VERSIONS[:1], timeout_s=60, doubted=made.doubted("engine-0"))

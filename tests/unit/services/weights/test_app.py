@@ -33,7 +33,7 @@ async def test_versions_and_engines_are_shown(world: World) -> None:
     client = TestClient(app.build_app(world.fleet, world.keepers, Health(60), None))
     (version,) = client.get("/v1/versions").json()
     assert version["version"] == served.version
-    assert version["held_by"] == ["engine-0"]
+    assert version["held_by"] == ["engine-0", "target"]
     assert version["target"] is True
     assert version["refused"] is None
     (engine,) = client.get("/v1/engines").json()

@@ -41,7 +41,7 @@ async def test_a_version_is_brought_in_step_by_step(world: World) -> None:
     order = ["pause", "load", "resume", "checksums", "generate", "score"]
     positions = [len(calls) - 1 - calls[::-1].index(step) for step in order]
     assert positions == sorted(positions)
-    assert world.store.leases() == {"engine-0": version}
+    assert world.store.leases() == {"engine-0": version, "target": version}
 
 
 async def test_intermediate_versions_are_skipped(world: World) -> None:
@@ -314,7 +314,7 @@ async def test_leases_of_engines_that_left_the_run_are_given_back(tmp_path: Path
         world.store.lease(manifest.version, holder)
     world.start()
     await world.restore()
-    assert sorted(world.store.leases()) == ["engine-0", "somebody"]
+    assert sorted(world.store.leases()) == ["engine-0", "somebody", "target"]
 
 
 async def test_a_damaged_version_does_not_keep_the_service_from_starting(
@@ -335,3 +335,33 @@ async def test_a_damaged_version_does_not_keep_the_service_from_starting(
     await world.publish(2)
     await world.settle()
     assert (await world.facts()).state is EngineState.SERVING
+
+
+async def test_a_failed_round_and_a_life_that_ended_within_one_leave_a_doubt(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.restore()
+    await world.publish(1)
+    await world.settle()
+    sure = (await world.facts()).doubted_s
+
+    await world.restore()
+    assert (await world.facts()).doubted_s == sure, "it was serving, and was proven"
+
+    await world.keepers[0]._quarantine("a round failed")
+    failed = (await world.facts()).doubted_s
+    await world.settle()
+    assert (await world.facts()).doubted_s == failed > sure
+
+    await world.keepers[0]._enter(EngineState.VERIFYING, (await world.facts()).version)
+    await world.restore()
+    assert (await world.facts()).doubted_s > failed
+
+
+async def test_a_target_that_no_engine_has_begun_to_load_is_not_collected(world: World) -> None:
+    target = await world.publish(1)
+    source = world.folder / "seed1"
+    for _ in range(3):
+        publish_checkpoint(world.store, source, lambda _, ids: [-1.0] * (len(ids) - 1), update=9)
+    world.store.collect(1)
+    await world.settle()
+    assert (await world.facts()).version == target.version

@@ -88,7 +88,7 @@ async def test_an_engine_that_joins_is_brought_up_before_it_is_in_rotation(tmp_p
     states = scene.world.board.states("engine-b")
     assert states[0] == "starting"
     assert states[-5:] == ["quiescing", "quiesced", "loading", "verifying", "serving"]
-    assert sorted(scene.world.store.leases()) == ["engine-a", "engine-b"]
+    assert sorted(scene.world.store.leases()) == ["engine-a", "engine-b", "target"]
 
 
 async def test_an_engine_that_is_gone_for_good_is_forgotten_and_its_lease_given_back(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ async def test_an_engine_that_is_gone_for_good_is_forgotten_and_its_lease_given_
 
         await eventually(forgotten, what="the engine that left to be forgotten")
     assert scene.closed == ["engine-b"]
-    assert sorted(scene.world.store.leases()) == ["engine-a"]
+    assert sorted(scene.world.store.leases()) == ["engine-a", "target"]
     assert [keeper.facts.engine_id for keeper in scene.members.keepers] == ["engine-a"]
     shown = {sample.labels["engine"] for metric in metrics.ENGINE_STATE.collect() for sample in metric.samples}
     assert "engine-b" not in shown
@@ -166,7 +166,7 @@ async def test_what_the_board_still_names_of_an_earlier_process_is_forgotten(tmp
     scene.discovery.addresses = ["a"]
     await scene.start().begin()
     assert sorted(await scene.facts()) == ["engine-a"]
-    assert sorted(scene.world.store.leases()) == ["engine-a"]
+    assert sorted(scene.world.store.leases()) == ["engine-a", "target"]
 
 
 async def test_a_board_that_is_away_puts_the_forgetting_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

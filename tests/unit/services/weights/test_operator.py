@@ -449,7 +449,7 @@ async def test_versions_are_shown_with_engines_and_what_their_rounds_took(
     view = (await client.get(URL)).json()
     assert (view["target"], view["published"]) == (version.version, version.version)
     (shown,) = view["versions"]
-    assert (shown["serving"], shown["held_by"]) == (["engine-0"], ["engine-0", "engine-1.loading"])
+    assert (shown["serving"], shown["held_by"]) == (["engine-0"], ["engine-0", "engine-1.loading", "target"])
     assert shown["bytes"] == sum(file.size for file in version.files)
     timings = shown["rounds"]["engine-0"].pop("timings")
     assert timings["bytes"] == shown["bytes"]
