@@ -26,6 +26,8 @@ from bench.comparison import draw_comparison
 from bench.fuzz.run import Share
 from bench.fuzz.run import fuzz as fuzz_services
 from bench.soak.run import soak as soak_services
+from bench.transitions.run import prove as kill_engine_in
+from sao.board.base import EngineState
 from sao.config import load_run_config
 from sao.curves import moving_average
 from sao.rows import TrainedRow, read_rows
@@ -174,6 +176,15 @@ def soak(_case: str, run: Path) -> dict[str, Any]:
     return {**found, "passed": found["passed"] and found["seconds"] <= 1200}
 
 
+def transitions(case: str, run: Path) -> dict[str, Any]:
+    """Bar: a real engine killed while its keeper is in each state is out of rotation within 5 s, with the reason on the
+    board, and, started again with its launch checkpoint, in rotation only with the newest version, to the bit; the
+    weights service goes on.
+    """
+    run.mkdir(parents=True)
+    return kill_engine_in(EngineState(case), run)
+
+
 SEEDS = ("0", "1", "2")
 
 
@@ -192,6 +203,7 @@ PROOFS: dict[str, Proof] = {
     "engines": Proof(engines),
     "fuzz": Proof(fuzz, tuple(map(str, range(FUZZ_BLOCKS)))),
     "soak": Proof(soak, ("0",)),
+    "transitions": Proof(transitions, tuple(state.value for state in EngineState)),
     "stability": Proof(stability, ("sao-0", "sao-1", "sao-2", "vapo-0", "grpo_async-0")),
 }
 

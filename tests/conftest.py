@@ -10,11 +10,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import httpx
 import pytest
 import redis
 from hypothesis import settings
@@ -23,7 +21,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from sao.config import RunConfig, load_run_config
 from sao.redis_client import RunKeys
-from tests.support.processes import free_port, server
+from tests.support.engine import ENGINE_PYTHON, EngineServer, engine_server
 from tests.support.stores import claim
 from tests.support.valkey import valkey
 
@@ -32,7 +30,6 @@ settings.register_profile("any-machine", deadline=None)
 settings.load_profile("any-machine")
 
 ROOT = Path(__file__).resolve().parent.parent
-ENGINE_PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 
 
 @cache
@@ -87,41 +84,12 @@ def tiny_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
     return make_tiny_checkpoint(folder / "seed0", 0), make_tiny_checkpoint(folder / "seed1", 1)
 
 
-@dataclass(frozen=True)
-class EngineServer:
-    """A running SGLang server; tests that load other weights into it load seed 0 again at their end."""
-
-    url: str
-    log: Path
-
-
 @pytest.fixture(scope="session")
 def sglang_engine(
     tiny_checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineServer]:
-    """The real engine, started once (about 40 s)."""
+    """The real engine, started once (about 40 s); tests that load other weights load seed 0 again at their end."""
     if not ENGINE_PYTHON.exists():
         pytest.skip("the engine environment is missing: run `make setup`")
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    log = tmp_path_factory.mktemp("engine") / "engine.log"
-    command = [
-        str(ENGINE_PYTHON),
-        "-m",
-        "sglang_cpuref.serve",
-        "--model",
-        str(tiny_checkpoints[0]),
-        "--port",
-        str(port),
-        "--",
-        "--enable-return-routed-experts",
-    ]
-
-    def ready() -> bool:
-        try:
-            return httpx.get(f"{url}/model_info", timeout=2.0).status_code == httpx.codes.OK
-        except httpx.TransportError:
-            return False
-
-    with server(command, log=log, ready=ready, timeout_s=240):
-        yield EngineServer(url, log)
+    with engine_server(tiny_checkpoints[0], tmp_path_factory.mktemp("engine")) as engine:
+        yield engine

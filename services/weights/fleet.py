@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 
-from sao.board.base import Board
+from sao.board.base import Board, TrainerFacts
 from sao.streams.base import StreamUnavailableError
 from sao.telemetry.logs import get_logger
 from sao.weights.base import VersionStore, VersionStoreError
@@ -35,6 +36,8 @@ class Fleet:
 
     A version becomes the target when the trainer names it, the board knows it, the store has it whole and
     `preflight.inspect` finds nothing wrong. One that is refused stays refused, and the target stays what it was.
+    Versions don't go back: an older one is followed only when a trainer that started since names it, not when a board
+    that lost its newest facts does.
     """
 
     def __init__(self, board: Board, store: VersionStore, engine_ids: list[str], *, keep_versions: int) -> None:
@@ -46,6 +49,9 @@ class Fleet:
         self._engine_ids = engine_ids
         self._keep_versions = keep_versions
         self._reference: Layout | None = None
+        self._newest: Manifest | None = None
+        """Of those that an engine was ever to serve."""
+        self._behind = ""
         self._met = False
         self._failed: dict[str, set[str]] = {}
         self._good: list[str] = []
@@ -53,22 +59,33 @@ class Fleet:
         self._collectable = False
 
     async def restore(self) -> None:
-        """Take over what an earlier process proved, as far as the store still has it."""
-        committed = await asyncio.to_thread(self.store.names)
-        for facts in (await self.board.engines()).values():
-            self._good += [version for version in facts.verified if version in committed and version not in self._good]
-        self._good.sort()
+        """Take over what an earlier process proved, as far as the store still has it.
+
+        The leases say part of it, also when the board was emptied: an engine's own is that of a version it had proven.
+        """
+        committed = set(await asyncio.to_thread(self.store.names))
         leases = await asyncio.to_thread(self.store.leases)
-        for holder in sorted(leases):
-            if (engine := _ENGINE_LEASE.fullmatch(holder)) and engine[1] not in self._engine_ids:
+        engines = {holder: match for holder in sorted(leases) if (match := _ENGINE_LEASE.fullmatch(holder))}
+        proven = {leases[holder] for holder, match in engines.items() if not match[2]}
+        for facts in (await self.board.engines()).values():
+            proven.update(facts.verified)
+        self._good = sorted(proven & committed)
+        for holder, match in engines.items():
+            if match[1] not in self._engine_ids:
                 log.info("lease of an engine that left the run is given back", holder=holder, version=leases[holder])
                 await asyncio.to_thread(self.store.release, holder)
-        for version in sorted(set(leases.values()) & set(self._good)):
+        known = proven | {leases[holder] for holder in engines}
+        self._newest = await self._first_readable(sorted(known & committed, reverse=True))
+        oldest = await self._first_readable(sorted(set(leases.values()) & set(self._good)))
+        self._reference = manifest_layout(oldest) if oldest is not None else None
+
+    async def _first_readable(self, versions: Iterable[str]) -> Manifest | None:
+        for version in versions:
             try:
-                self._reference = manifest_layout(await asyncio.to_thread(self.store.manifest, version))
-                break
+                return await asyncio.to_thread(self.store.manifest, version)
             except VersionStoreError as error:
                 log.warning("a proven version is unreadable", version=version, error=str(error))
+        return None
 
     async def meet(self, launch_checkpoint: str) -> None:
         """Hold versions against the checkpoint an engine was started from, when it lies on our file system.
@@ -97,7 +114,7 @@ class Fleet:
         trainer = await self.board.trainer()
         version = trainer.version if trainer is not None else ""
         known = self.target.version if self.target is not None else ""
-        if version in {"", known} or version in self.refused:
+        if trainer is None or version in {"", known} or version in self.refused or self._goes_back(trainer):
             return False
         if version not in await self.board.versions() or version not in await asyncio.to_thread(self.store.names):
             return False
@@ -108,9 +125,24 @@ class Fleet:
             return False
         if self._reference is None:
             self._reference = manifest_layout(manifest)
-        self.target = manifest
+        self.target = self._newest = manifest
         metrics.PUBLISHED_UPDATE.set(manifest.update)
         self.notify()
+        return True
+
+    def _goes_back(self, trainer: TrainerFacts) -> bool:
+        """Whether these facts are from before the newest version; said once for each version they name."""
+        newest = self._newest
+        if newest is None or trainer.version >= newest.version or trainer.epoch > newest.trainer_epoch:
+            return False
+        if self._behind != trainer.version:
+            self._behind = trainer.version
+            log.warning(
+                "the board names an older version and no newer trainer: was it lost?",
+                found=trainer.version,
+                newest=newest.version,
+                epoch=trainer.epoch,
+            )
         return True
 
     def refuse(self, version: str, reason: str, detail: str) -> None:

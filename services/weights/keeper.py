@@ -5,6 +5,8 @@
 - A version that other engines have proven is tried again after `cool_down_s`, as is an engine that was unreachable; a
   version that nobody has proven is not.
 - An engine whose label is not ours was restarted, whatever it says otherwise: it goes through a full round again.
+- The board may lose what it was told: the facts are compared with it every `probe_s`, and written again. That an engine
+  serves is never written on the strength of memory alone; its label is asked first.
 """
 
 from __future__ import annotations
@@ -73,6 +75,7 @@ class Keeper:
         self._failures: dict[str, int] = {}
         self._given_up: dict[str, _GivenUp] = {}
         self._looked_at = float("-inf")
+        self._compared_at = float("-inf")
         self._unwritten = False
         self._answers = False
         """Whether the engine did when last asked."""
@@ -110,8 +113,8 @@ class Keeper:
 
     async def step(self) -> bool:
         """Do the one thing that is due; whether anything was."""
-        if self._unwritten:
-            await self._write(self.facts)
+        if self._unwritten or await self._board_differs():
+            return await self._tell_again()
         if self._undefined and not self._answers and not await self._meet():
             return False
         target = self._fleet.target
@@ -122,8 +125,28 @@ class Keeper:
         if wanted is None:
             return False
         if self.facts.state is EngineState.SERVING and self.facts.version == wanted:
-            return await self._check_label()
+            return self._due() and not await self._still_serves()
         await self._bring_to(wanted)
+        return True
+
+    async def _board_differs(self) -> bool:
+        if self._clock() - self._compared_at < self._settings.probe_s:
+            return False
+        self._compared_at = self._clock()
+        found = (await self._fleet.board.engines()).get(self._engine.engine_id)
+        if found == self.facts:
+            return False
+        log.warning(
+            "the board lost what it was told, telling it again",
+            engine=self._engine.engine_id,
+            found=found.state.value if found is not None else "nothing",
+            expected=self.facts.state.value,
+        )
+        return True
+
+    async def _tell_again(self) -> bool:
+        if self.facts.state is not EngineState.SERVING or await self._still_serves():
+            await self._write(self.facts)
         return True
 
     async def _meet(self) -> bool:
@@ -136,6 +159,8 @@ class Keeper:
             if str(error) != self._silence:
                 self._silence = str(error)
                 log.info("engine does not answer yet", engine=self._engine.engine_id, error=str(error))
+                if self.facts.state is EngineState.STARTING:  # a quarantined one has a reason already
+                    await self._write(self.facts.model_copy(update={"error": str(error)}))
             return False
         self._answers, self._silence = True, ""
         await self._fleet.meet(info.model_path)
@@ -175,20 +200,19 @@ class Keeper:
         except EngineError:
             return None
 
-    async def _check_label(self) -> bool:
-        if not self._due():
-            return False
+    async def _still_serves(self) -> bool:
+        """Whether the engine answers with our label; quarantined when not."""
         try:
             label = (await self._engine.model_info()).weight_version
         except EngineError as error:
             self._answers = False
             await self._quarantine(str(error))
-            return True
-        if label == self.facts.version:
             return False
+        if label == self.facts.version:
+            return True
         metrics.RESTARTS_SEEN.labels(self._engine.engine_id).inc()
         await self._quarantine(f"serves {label!r} instead of {self.facts.version!r}: it was restarted or changed")
-        return True
+        return False
 
     async def _bring_to(self, version: str) -> None:
         store, engine_id = self._fleet.store, self._engine.engine_id

@@ -11,7 +11,7 @@ import pytest
 
 from tests.chaos.faults import FAULTS
 from tests.chaos.harness import Harness
-from tests.conftest import ENGINE_PYTHON
+from tests.support.engine import ENGINE_PYTHON
 
 ROUNDS = (
     "kill trainer",

@@ -22,7 +22,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.engines.memory import MemoryEngine
 from services.rollout.engines.sglang import SGLangEngine
-from tests.conftest import EngineServer
+from tests.support.engine import EngineServer
 from tests.support.waiting import eventually
 
 VOCAB = 32

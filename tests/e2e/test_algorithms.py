@@ -19,7 +19,8 @@ from sao.rows import UpdateRow, read_rows
 from sao.v1 import archive_pb2 as pb
 from services.trainer.warm_start import warm_start
 from services.trainer.warm_start_key import initial_model_path
-from tests.conftest import ENGINE_PYTHON, ROOT
+from tests.conftest import ROOT
+from tests.support.engine import ENGINE_PYTHON
 from tests.support.processes import free_port, server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engine, pytest.mark.timeout(600)]

@@ -24,7 +24,8 @@ from sao.archive import Archive
 from sao.config import load_run_config
 from sao.rows import read_rows
 from sao.trajectory import Trajectory
-from tests.conftest import ENGINE_PYTHON, ROOT
+from tests.conftest import ROOT
+from tests.support.engine import ENGINE_PYTHON
 from tests.support.engine_logprobs import engine_logprobs, held_out_sequences, transformers_logprobs
 from tests.support.processes import free_port, server, wait_until
 

@@ -22,7 +22,7 @@ from sao.invariants import Limits, violations
 from sao.streams.base import StreamName, TrajectoryStreams
 from sao.trajectory import Trajectory
 from sao.weights.filesystem import FileSystemVersionStore
-from tests.conftest import EngineServer
+from tests.support.engine import EngineServer
 from tests.support.processes import free_port, server
 from tests.support.versions import announce, publish_checkpoint
 from tests.support.waiting import eventually

@@ -17,7 +17,7 @@ from sao.routing import RoutingShape
 from services.rollout.engines.sglang import SGLangEngine
 from services.rollout.routing import completed, extended
 from services.trainer.models import PolicyModule
-from tests.conftest import EngineServer
+from tests.support.engine import EngineServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

@@ -28,7 +28,7 @@ from tests.support.versions import CANARY, announce, publish_checkpoint
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tests.conftest import EngineServer
+    from tests.support.engine import EngineServer
 
 pytestmark = pytest.mark.engine
 

@@ -279,10 +279,12 @@ async def test_an_engine_that_is_still_starting_costs_no_attempt(world: World) -
     version = (await world.publish(1)).version
     for _ in range(60):
         await world.settle(1.5)
-    assert world.board.states() == ["starting"]
+    assert world.board.states() == ["starting"] * 2, "the second says why, and says it once"
+    assert "connection refused" in (await world.facts()).error
     world.engines[0].faults.unreachable = False
     await world.settle(1.5)
-    assert world.board.states() == ["starting", *SERVED]
+    assert world.board.states() == ["starting"] * 2 + SERVED
+    assert (await world.facts()).error == ""
     assert (await world.facts()).version == version
 
 

@@ -18,7 +18,7 @@ from tests.support.versions import announce, publish_checkpoint, write_toy_check
 
 
 class RecordingBoard(MemoryBoard):
-    """Remembers every engine fact written; refuses the next `outages` writes."""
+    """Remembers every engine fact written; refuses the first write of the state `outage_at`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,6 +32,10 @@ class RecordingBoard(MemoryBoard):
             raise StreamUnavailableError(msg)
         self.history.append(facts)
         await super().write_engine(facts)
+
+    def empty(self) -> None:
+        """The store behind it came back without its file; what was written before stays in `history`."""
+        super().__init__()
 
     def states(self, engine_id: str = "engine-0") -> list[str]:
         return [facts.state.value for facts in self.history if facts.engine_id == engine_id]
