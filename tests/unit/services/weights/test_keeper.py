@@ -102,6 +102,25 @@ async def test_scrambled_weights_never_serve_and_the_next_version_does(world: Wo
     assert (await world.facts()).version == good.version
 
 
+async def test_a_version_that_gives_no_log_probs_is_rolled_back_and_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finite weights can overflow too: preflight is not there to see it."""
+    good = await world.publish(1)
+    await world.settle()
+    monkeypatch.setattr("services.weights.fleet.inspect", lambda store, version, _reference: store.manifest(version))
+    bad = await world.publish(2)
+    monkeypatch.setattr("services.weights.engines.memory.first_non_finite", lambda path: _is_bad(path, bad.version))
+    await world.settle()
+    assert "NaN weights" in world.fleet.refused[bad.version]
+    facts = await world.facts()
+    assert (facts.state, facts.version) == (EngineState.SERVING, good.version)
+
+
+def _is_bad(path: Path, version: str) -> str | None:
+    return "lm_head.weight" if path.name == version else None
+
+
 async def test_a_stale_prefix_cache_is_noticed(world: World) -> None:
     await world.publish(1)
     await world.settle()
