@@ -29,6 +29,7 @@ from bench.soak.run import soak as soak_services
 from bench.transitions.run import prove as kill_engine_in
 from bench.weights.failures import prove as provoke_failures
 from bench.weights.fleet import prove as publish_to_a_fleet
+from bench.weights.rollback import prove as roll_back
 from bench.weights.sync import prove as measure_sync
 from sao.board.base import EngineState
 from sao.config import load_run_config
@@ -188,7 +189,12 @@ def transitions(case: str, run: Path) -> dict[str, Any]:
     return kill_engine_in(EngineState(case), run)
 
 
-WEIGHTS = {"failures": provoke_failures, "fleet": publish_to_a_fleet, "sync": measure_sync}
+WEIGHTS = {
+    "failures": provoke_failures,
+    "fleet": publish_to_a_fleet,
+    "sync": measure_sync,
+    "rollback": roll_back,
+}
 
 
 def weights(case: str, run: Path) -> dict[str, Any]:
@@ -196,7 +202,8 @@ def weights(case: str, run: Path) -> dict[str, Any]:
     says which engine and why, and no unproven version is ever in rotation. (fleet) Three engines under continuous
     generation through 50 versions, one killed and one stopped: every token is of a version verified on its engine, no
     episode is lost, every log-prob is the named version's to 1e-4. (sync) 103 M parameters: commit to serving takes at
-    most 1.5 of a copy and a plain reload, the pause at most a quarter of it.
+    most 1.5 of a copy and a plain reload, the pause at most a quarter of it. (rollback) From the POST until three
+    engines under load serve the old version takes at most 1.5 of a publication; publishing then waits for `:resume`.
     """
     run.mkdir(parents=True)
     return WEIGHTS[case](run)

@@ -49,6 +49,7 @@ from tests.support.weights_run import oracle
 
 ROUTES = {
     "/model_info",
+    "/server_info",
     "/pause_generation",
     "/update_weights_from_disk",
     "/flush_cache",
@@ -85,13 +86,6 @@ class FaultyEngine(SGLangEngine):
         """As the service does."""
         await super().load(path, version)
 
-    async def pause(self) -> None:
-        """In the mode of the failure."""
-        if self.pause_mode == "retract":
-            await super().pause()
-        else:
-            await self.post("/pause_generation", {"mode": self.pause_mode})
-
     async def post(self, path: str, body: Mapping[str, object]) -> None:
         """What the service would never ask; not noted."""
         await super()._send("load", "POST", path, headers={}, json=body)
@@ -109,6 +103,8 @@ class FaultyEngine(SGLangEngine):
         self, step: str, method: str, path: str, *, headers: Mapping[str, str], json: Mapping[str, object] | None = None
     ) -> httpx.Response:
         self.asked.add(path)
+        if path == "/pause_generation":
+            json = {"mode": self.pause_mode}
         return await super()._send(step, method, path, headers=headers, json=json)
 
 

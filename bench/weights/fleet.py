@@ -20,7 +20,7 @@ import statistics
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -470,17 +470,24 @@ async def prove_on(
     return {**judge(fleet), **found, "seconds": seconds}
 
 
-def prove(folder: Path) -> dict[str, Any]:
-    """Three engines, 50 versions, one engine killed and one stopped."""
+@contextlib.contextmanager
+def started(folder: Path, engines: int) -> Iterator[tuple[str, list[EngineServer], Path]]:
+    """A Valkey's URL, so many engines and the tiny checkpoint that they start from, in an empty folder."""
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     checkpoint = make_tiny_checkpoint(folder / "seed0", 0)
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(valkey(folder))
         servers = []
-        for number in range(3):
+        for number in range(engines):
             (folder / f"engine-{number}").mkdir()
             servers.append(stack.enter_context(engine_server(checkpoint, folder / f"engine-{number}")))
-        faults = Faults(kill_at=8, stop_at=30)
+        yield url, servers, checkpoint
+
+
+def prove(folder: Path) -> dict[str, Any]:
+    """Three engines, 50 versions, one engine killed and one stopped."""
+    faults = Faults(kill_at=8, stop_at=30)
+    with started(folder, engines=3) as (url, servers, checkpoint):
         found = asyncio.run(prove_on(folder, url, servers, checkpoint, publishes=50, faults=faults))
     struck = found["out_of_rotation_after_s"]
     missing = [f"no engine was {what}" for what in ("killed", "stopped") if what not in struck]

@@ -27,6 +27,7 @@ from sao.config import RunConfig, dump_run_config, load_run_config
 from sao.weights.checkpoint import describe_tensors
 from sao.weights.filesystem import FileSystemVersionStore
 from sao.weights.manifest import CanarySequence, Manifest
+from tests.chaos.proxy import Proxies, Watcher
 from tests.support.engine import EngineServer, engine_server
 from tests.support.engine_logprobs import transformers_logprobs
 from tests.support.processes import free_port
@@ -39,8 +40,8 @@ PUBLISHES = 7
 WARM = 2
 """Publications that are not counted: caches, pools, the first layout."""
 SYNC_RATIO, PAUSE_SHARE = 1.5, 0.25
-PAUSED = ("pause", "load", "checksums", "resume")
-"""Steps of a round during which no token is sampled."""
+PAUSED, RESUMED = b"Generation paused", b"Generation continued"
+"""What the engine answers."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class Measurement:
     sync: float
     """From the commit until the board says that the engine serves."""
     pause: float
+    """Between the engine's two answers, as they pass on the wire."""
     steps: Mapping[str, float]
+    """Of the round, by the service's own metric."""
     copy: float
     """The same bytes, copied."""
     reload: float
@@ -71,13 +74,35 @@ class Measurement:
         return self.pause / self.sync
 
 
+class Wire:
+    """Sees the engine's answers to the weights service, and how long it was paused between two of them."""
+
+    def __init__(self) -> None:
+        self.paused_s = 0.0
+        self._since: float | None = None
+
+    def watcher(self) -> Watcher:
+        """Of one connection."""
+        return self._watch
+
+    def _watch(self, data: bytes) -> None:
+        if PAUSED in data:
+            self._since = time.monotonic()
+        if RESUMED in data and self._since is not None:
+            self.paused_s += time.monotonic() - self._since
+            self._since = None
+
+
 class Lab:
     """One engine, the weights service, and who publishes and measures."""
 
-    def __init__(self, config: RunConfig, board: Board, server: EngineServer, checkpoint: Path, folder: Path) -> None:
+    def __init__(
+        self, config: RunConfig, board: Board, server: EngineServer, wire: Wire, *, checkpoint: Path, folder: Path
+    ) -> None:
         self._config = config
         self._board = board
         self._server = server
+        self._wire = wire
         self._checkpoint = checkpoint
         self._folder = folder
         self._store = FileSystemVersionStore(config.versions_dir, min_free_bytes=0)
@@ -99,7 +124,7 @@ class Lab:
         written = time.monotonic()
         path = await asyncio.to_thread(self._store.commit, manifest, directory)
         committed, committed_s = time.monotonic(), time.time()
-        before = await self._steps()
+        before, paused_s = await self._steps(), self._wire.paused_s
         await announce(self._board, manifest)
         served_s = await self._served(manifest.version)
         after = await self._steps()
@@ -111,7 +136,7 @@ class Lab:
             write=written - started,
             commit=committed - written,
             sync=served_s - committed_s,
-            pause=sum(steps[name] for name in PAUSED),
+            pause=self._wire.paused_s - paused_s,
             steps=steps,
             copy=copied,
             reload=reloaded,
@@ -186,20 +211,34 @@ def judge(measured: Sequence[Measurement]) -> dict[str, Any]:
 
 
 async def _run(folder: Path, url: str, server: EngineServer, checkpoint: Path) -> list[Measurement]:
+    wire, proxies = Wire(), Proxies()
+    try:
+        port = proxies.link(server.port, wire.watcher).port
+        return await _measured(_config(folder, url, port), server, wire, checkpoint=checkpoint, folder=folder)
+    finally:
+        proxies.close()
+
+
+def _config(folder: Path, url: str, port: int) -> RunConfig:
     sets = [
         f"run.name=sync-{uuid.uuid4().hex[:12]}",
         f'run.dir="{folder / "run"}"',
         f'redis.url="{url}"',
-        f'engine.urls=["{server.url}"]',
+        f'engine.urls=["http://127.0.0.1:{port}"]',
         f"weights.port={free_port()}",
     ]
-    config = load_run_config(None, sets, env={})
+    return load_run_config(None, sets, env={})
+
+
+async def _measured(
+    config: RunConfig, server: EngineServer, wire: Wire, *, checkpoint: Path, folder: Path
+) -> list[Measurement]:
     run_file = folder / "run.toml"
     run_file.write_text(dump_run_config(config))
     with service("services.weights", config.weights.port, config, run_file, folder / "weights.log"):
         board = sao.board.connect(config)
         try:
-            lab = Lab(config, board, server, checkpoint, folder)
+            lab = Lab(config, board, server, wire, checkpoint=checkpoint, folder=folder)
             return [await lab.measure() for _ in range(WARM + PUBLISHES)][WARM:]
         finally:
             await board.close()
