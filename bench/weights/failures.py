@@ -75,12 +75,12 @@ class FaultyEngine(SGLangEngine):
         super().__init__(engine_id, url, deadline_s=deadline_s)
         self.asked: set[str] = set()
 
-    async def load(self, path: Path, version: str) -> None:
+    async def load(self, path: Path, version: str, **how: Any) -> None:  # noqa: ANN401 - passed on as it came
         """As the service does, or as the failure does."""
         if self.load_instead is not None:
             await self.load_instead(path, version)
         else:
-            await super().load(path, version)
+            await super().load(path, version, **how)
 
     async def load_as_ever(self, path: Path, version: str) -> None:
         """As the service does."""
@@ -467,8 +467,8 @@ FAILURES = (
         ends_engine=True,
     ),
     Failure(
-        "canary outside the vocabulary", "engine-0", Serves.NOTHING, spoil=_as_it_is, canary=[[1, 5, VOCABULARY]],
-        refused="token id 32 is outside the vocabulary", ends_engine=True,
+        "canary outside the vocabulary", "engine-0", Serves.NOTHING, spoil=_as_it_is, canary=[[1, 5, 4096, 7]],
+        refused="token id 4096 is outside the vocabulary", ends_engine=True,
     ),
     Failure("stale cache", "stale prefix cache", Serves.NOTHING, provoke=_stale_cache),
     Failure("new label, old weights", "nothing was loaded", Serves.NOTHING, provoke=_only_the_label),
