@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,13 +31,14 @@ import httpx
 
 from sao.board.base import EngineFacts, EngineState
 from sao.board.memory import MemoryBoard
+from sao.config import load_run_config
 from sao.telemetry.health import Health
 from sao.weights.base import VersionStore
 from sao.weights.filesystem import FileSystemVersionStore
 from sao.weights.manifest import Manifest
 from services.rollout.engines.base import EngineTimeoutError
 from services.rollout.engines.sglang import SGLangEngine as RolloutEngine
-from services.weights.canary import Exact
+from services.weights.app import build_keepers
 from services.weights.engines.sglang import SGLangEngine
 from services.weights.fleet import Fleet
 from services.weights.keeper import Keeper, KeeperSettings
@@ -489,16 +491,18 @@ async def fleet_of(
     servers: Sequence[EngineServer], checkpoints: tuple[Path, Path], folder: Path
 ) -> AsyncIterator[World]:
     """The service's parts on these servers; the first is asked through a link."""
-    board, store = RememberingBoard(), FileSystemVersionStore(folder / "versions", 0)
+    board, store = RememberingBoard(), FileSystemVersionStore(folder / "run" / "versions", 0)
     proxies = Proxies()
     try:
         cut = Cut()
         link = proxies.link(servers[0].port, cut.watcher)
         urls = [f"http://127.0.0.1:{link.port}", *(server.url for server in servers[1:])]
         engines = [FaultyEngine(f"engine-{number}", url, deadline_s=20.0) for number, url in enumerate(urls)]
-        fleet = Fleet(board, store, [engine.engine_id for engine in engines], keep_versions=4)
-        settings = KeeperSettings(attempts=1, poll_s=0.01, probe_s=0.0, cool_down_s=0.2)
-        keepers = [Keeper(engine, fleet, settings, Exact(1e-4), Health(60)) for engine in engines]
+        sets = [f'run.dir="{folder / "run"}"', f"engine.urls={json.dumps(urls)}", "weights.round_attempts=1"]
+        config = load_run_config(None, sets, env={})
+        hurried = partial(KeeperSettings, probe_s=0.0, cool_down_s=0.2)
+        with mock.patch("services.weights.app.KeeperSettings", hurried):
+            fleet, keepers = build_keepers(config, engines, board, store, Health(60))
         world = World(servers, checkpoints, folder, proxies, engines, keepers, fleet, board, store, cut)
         await fleet.restore()
         for keeper in keepers:
