@@ -25,15 +25,18 @@ class AcceptedLog:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FOLDER / f"{uuid.uuid4().hex}.txt"
         self._descriptor: int | None = None
+        self._torn = False
 
     def note(self, trajectory_id: str, slot: int) -> None:
         """Add one line in one write; OSError when the disk refuses, and a later call may succeed."""
         if self._descriptor is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        line = f"{trajectory_id} {slot}\n".encode()
-        if (written := os.write(self._descriptor, line)) < len(line):
-            os.write(self._descriptor, b"\n")  # what is torn stays a line of its own, which the reader leaves out
+        # What is torn ends with what no slot ends with, so that the reader leaves it out, half a number too.
+        line = f"{_TORN if self._torn else ''}{trajectory_id} {slot}\n".encode()
+        written = os.write(self._descriptor, line)
+        self._torn = written < len(line)
+        if self._torn:
             msg = f"{self._path}: {written} of {len(line)} bytes of a line were written: is the disk full?"
             raise OSError(msg)
 
@@ -54,4 +57,5 @@ def accepted(run_dir: Path) -> Iterator[tuple[str, int]]:
                     yield trajectory_id, int(slot)
 
 
+_TORN = "?\n"
 _ID_LENGTH = len(str(uuid.UUID(int=0)))

@@ -30,6 +30,18 @@ def write_file(path: Path, data: bytes) -> None:
     fsync_directory(path.parent)
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Add one line, after cutting off what a crash left of the last one; not durable when the machine crashes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size:
+            file.seek(size - 1)
+            if file.read(1) != b"\n":
+                file.truncate(path.read_bytes().rfind(b"\n") + 1)
+        file.write(line + b"\n")
+
+
 def publish_directory(source: Path, target: Path) -> None:
     """Rename the finished directory `source` to `target`, its whole content made durable first.
 
@@ -54,6 +66,11 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for made in missing:
         fsync_directory(made.parent)
+
+
+def fsync_file(path: Path) -> None:
+    """Make what a file holds durable."""
+    _fsync(path, os.O_RDONLY)
 
 
 def fsync_directory(path: Path) -> None:

@@ -86,8 +86,12 @@ class PreferenceConflictError(Exception):
 
 
 class Board(Protocol):
-    async def new_trainer_epoch(self) -> int:
-        """Claim the next epoch; every older trainer is fenced from now on."""
+    async def new_trainer_epoch(self, *, above: int = 0, found: int | None = None, version: str = "") -> int:
+        """Claim the next epoch that is above `above`; every older trainer is fenced from now on.
+
+        0, and nothing is claimed, when the newest epoch is not the one `found`, or `version` is not on the board: the
+        store has changed since the caller looked.
+        """
 
     async def epoch(self) -> int:
         """The newest epoch claimed; 0 when none was, or when the store has lost it."""

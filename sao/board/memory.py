@@ -22,8 +22,10 @@ class MemoryBoard:
         self._engines: dict[str, EngineFacts] = {}
         self._preferences: dict[int, Preference] = {}
 
-    async def new_trainer_epoch(self) -> int:
-        self.newest_epoch += 1
+    async def new_trainer_epoch(self, *, above: int = 0, found: int | None = None, version: str = "") -> int:
+        if found not in (None, self.newest_epoch) or (version and version not in self._versions):
+            return 0
+        self.newest_epoch = max(self.newest_epoch, above) + 1
         self.claimed = True
         return self.newest_epoch
 

@@ -33,9 +33,10 @@ class RedisBoard:
         """The board of this run; connects at the first call."""
         return cls(connect_redis(config.redis), RunKeys(config.run.name))
 
-    async def new_trainer_epoch(self) -> int:
+    async def new_trainer_epoch(self, *, above: int = 0, found: int | None = None, version: str = "") -> int:
+        args: list[Arg] = [above, "" if found is None else found, version]
         with redis_errors("claim a trainer epoch"):
-            epoch: int = await self._scripts.run("new_epoch", [self._keys.board], [])
+            epoch: int = await self._scripts.run("new_epoch", [self._keys.board, self._keys.versions], args)
         return epoch
 
     async def epoch(self) -> int:

@@ -239,4 +239,4 @@ class FencedError(StreamError):
 
 
 class StoreEmptiedError(StreamError):
-    """The store has forgotten this trainer's epoch: it lost its file, or came back with an older one."""
+    """The store has forgotten this trainer's epoch or newest facts: it lost its file, or has an older one."""

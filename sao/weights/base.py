@@ -10,6 +10,7 @@ tests/contract/test_version_store.py runs on every implementation.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -71,6 +72,13 @@ class VersionStore(Protocol):
 
     def leases(self) -> dict[str, str]:
         """Version by holder."""
+
+    def roll_back(self, announced: Collection[str]) -> list[str]:
+        """Remove what interrupted publications have left: staged files, and unleased versions above all `announced`.
+
+        For a writer that has fenced every earlier one, before its first `allocate`. Without anything announced no
+        version goes: then it is the announcements that are lost. The names removed, never to be allocated again.
+        """
 
     def collect(self, keep_last: int) -> list[str]:
         """Remove unleased versions but the newest `keep_last` (at least 1); the names removed."""

@@ -17,7 +17,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -86,7 +86,8 @@ def _write_synced(file: Path, data: bytes) -> None:
 class FileSystemVersionStore:
     """A VersionStore for any number of processes; `min_free_bytes` must be free before a version is begun.
 
-    A staging directory untouched for `abandoned_after_s` belongs to a writer that died; `collect` removes it.
+    A staging directory untouched for `abandoned_after_s` belongs to a writer that died; `collect` removes it, as does
+    `roll_back` at the next start.
     """
 
     def __init__(self, root: Path, min_free_bytes: int, *, abandoned_after_s: float = 3600.0) -> None:
@@ -196,22 +197,40 @@ class FileSystemVersionStore:
                     continue
         return found
 
+    def roll_back(self, announced: Collection[str]) -> list[str]:
+        with self._locked():
+            held = set(self.leases().values())
+            newest = max(announced, default="")
+            removed = [name for name in self.names() if announced and name > newest and name not in held]
+            for name in removed:
+                self._discard(self._root / name)
+            for staging in sorted((self._root / "staging").iterdir()):
+                removed.append(staging.name)
+                self._discard(staging)
+        self._empty_trash()
+        return removed
+
     def collect(self, keep_last: int) -> list[str]:
         if keep_last < 1:
             msg = f"keep_last is {keep_last}; the newest version is never collected, so at least 1"
             raise ValueError(msg)
-        trash = self._root / "trash"
         with self._locked():
             held = set(self.leases().values())
             removed = [name for name in self.names()[:-keep_last] if name not in held]
             for name in removed:
-                (self._root / name).rename(trash / f"{name}-{uuid.uuid4().hex}")
+                self._discard(self._root / name)
             for staging in (self._root / "staging").iterdir():
                 if time.time() - staging.stat().st_mtime > self._abandoned_after_s:
-                    staging.rename(trash / f"{staging.name}-{uuid.uuid4().hex}")
-        for entry in trash.iterdir():
-            shutil.rmtree(entry, ignore_errors=True)
+                    self._discard(staging)
+        self._empty_trash()
         return removed
+
+    def _discard(self, directory: Path) -> None:
+        directory.rename(self._root / "trash" / f"{directory.name}-{uuid.uuid4().hex}")
+
+    def _empty_trash(self) -> None:
+        for entry in (self._root / "trash").iterdir():
+            shutil.rmtree(entry, ignore_errors=True)
 
     def _lease_file(self, holder: str) -> Path:
         if not _HOLDER.fullmatch(holder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 from sao.weights.base import (
@@ -89,6 +90,23 @@ class MemoryVersionStore:
     def leases(self) -> dict[str, str]:
         with self._lock:
             return dict(self._leases)
+
+    def roll_back(self, announced: Collection[str]) -> list[str]:
+        with self._lock:
+            held = set(self._leases.values())
+            newest = max(announced, default="")
+            removed = [name for name in self.names() if announced and name > newest and name not in held]
+            for name in removed:
+                del self._committed[name]
+                shutil.rmtree(self._allocated[name])
+            staged = [
+                name
+                for name, directory in self._allocated.items()
+                if name not in self._committed and directory.is_dir()
+            ]
+            for name in staged:
+                shutil.rmtree(self._allocated[name])
+        return removed + staged
 
     def collect(self, keep_last: int) -> list[str]:
         if keep_last < 1:

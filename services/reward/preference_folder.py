@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import uuid
 from pathlib import Path
 
-from sao.atomic import make_directory, write_file
+from sao.atomic import fsync_directory, make_directory, write_file
 from sao.board.base import Board
 from sao.preference import Preference
 from sao.streams.base import StreamError
@@ -45,7 +46,10 @@ class PreferenceFolder:
         path = self._file(preference.version)
         if not path.exists():
             make_directory(self._path)
-            write_file(path, preference.model_dump_json().encode())
+            mine = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # others may write the same version now
+            write_file(mine, preference.model_dump_json().encode())
+            mine.replace(path)
+            fsync_directory(self._path)
 
     def _file(self, version: int) -> Path:
         return self._path / f"{version:08d}.json"

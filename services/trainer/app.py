@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -41,14 +41,14 @@ from services.trainer.checkpoint import Checkpoint, CheckpointStore, Progress
 from services.trainer.consumer import Consumer
 from services.trainer.core.baselines import reward_range
 from services.trainer.core.update import Update, UpdateSettings
+from services.trainer.drops import Drops
 from services.trainer.launch import own_rank, started_followers
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.outage import ride_out
-from services.trainer.publisher import Publisher
+from services.trainer.publisher import Publisher, roll_back
 from services.trainer.ranks import Ranks, follow
-from services.trainer.records import drops_so_far
 from services.trainer.recovery import lost_work, never_again, undone
-from services.trainer.restoring import claim_store
+from services.trainer.restoring import ANNOUNCED_FILE, claim_store
 from services.trainer.warm_start_key import initial_model_path
 
 log = get_logger(__name__)
@@ -102,12 +102,15 @@ async def _train(
         samples=config.samples,
         horizon_h=config.ingest.seen_horizon_h,
     )
+    await roll_back(board, store)
     refuse_another_algorithm(progress, config)
-    if config.run.updates is not None and progress.update >= config.run.updates and published(store, progress):
+    over = config.run.updates is not None and progress.update >= config.run.updates
+    if over and published(store, progress, await ride_out(board.versions)):
         await ride_out(lambda: board.write_trainer(_finished(progress, claim.epoch, store.names()[-1])))
         log.info("the run is over already", update=progress.update, updates=config.run.updates)
         return
     initial = _initial_model(config)
+    drops = Drops.of(config.run.dir, claim.epoch, progress.dropped)
     consumer = Consumer(
         streams,
         board,
@@ -118,11 +121,11 @@ async def _train(
         forgone=progress.forgone_ids,
         undone=again,
         done=Slots(progress.done),
-        dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
+        drops=drops,
         defer_consumed=config.algorithm.synchronous,
         reward_range=reward_range(config),
     )
-    consumer.requeue(await lost_work(archive, progress, streams))
+    consumer.requeue(await lost_work(archive, progress, streams, drops.let_go()))
     publisher = Publisher(
         store=store,
         board=board,
@@ -131,6 +134,7 @@ async def _train(
         initial=initial,
         canary=task_canary(config, initial),
         keep_versions=config.weights.keep_versions,
+        announced=config.run.dir / ANNOUNCED_FILE,
     )
     with started_followers(config.trainer.ranks), _ranks(config, initial) as ranks:
         if restored is not None:
@@ -143,10 +147,10 @@ async def _train(
         await TrainerLoop(parts, progress).run(stop)
 
 
-def published(store: VersionStore, progress: Progress) -> bool:
-    """Whether the newest version holds the last update: not while a guard held it."""
+def published(store: VersionStore, progress: Progress, announced: Collection[str]) -> bool:
+    """Whether the newest version holds the last update, for all to know: not while a guard held it."""
     newest = store.names()[-1:]
-    return bool(newest) and store.manifest(newest[0]).update >= progress.update
+    return bool(newest) and newest[0] in announced and store.manifest(newest[0]).update >= progress.update
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from sao.trajectory import Trajectory
 from services.trainer import metrics
 from services.trainer.core.staleness import judge_staleness
 from services.trainer.core.update import TrajectoryTensors
+from services.trainer.drops import Drops
 
 log = get_logger(__name__)
 
@@ -128,6 +129,10 @@ def tensors_of(
     )
 
 
+def _entry_of(delivery: Delivery | None) -> str:
+    return delivery.entry_id if delivery is not None else ""
+
+
 class _DamagedError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
@@ -149,7 +154,7 @@ class Consumer:
         forgone: Iterable[str] = (),
         undone: Collection[str] = (),
         done: Slots | None = None,
-        dropped: Counter[str] | None = None,
+        drops: Drops | None = None,
         defer_consumed: bool = False,
         reward_range: tuple[float, float] = (-math.inf, math.inf),
         clock: Callable[[], float] = time.time,
@@ -171,11 +176,9 @@ class Consumer:
         self._defer_consumed = defer_consumed
         self._reward_range = reward_range
         self._unreleased: list[str] = []
-        self._dropping: set[str] = set()
+        self._drops = Drops() if drops is None else drops
         self.done = Slots() if done is None else done
         """Of trajectories that were trained on or dropped: whatever comes for one of these has come before."""
-        self.dropped: Counter[str] = Counter() if dropped is None else dropped
-        """Trajectories that did not train, by reason, since the run began."""
 
     async def open(self) -> None:
         """Start, or after an outage start again, at the oldest unsettled delivery."""
@@ -199,6 +202,11 @@ class Consumer:
     def forgone(self) -> list[str]:
         """Ids in archived steps without effect that were dropped or buried: not to be offered again."""
         return sorted(self._forgone)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Trajectories that did not train, by reason, since the run began."""
+        return self._drops.counts
 
     async def settle(self, trajectory_ids: Iterable[str]) -> int:
         """Acknowledge taken trajectories whose effect is durable; how many entries went.
@@ -270,6 +278,9 @@ class Consumer:
                 self._restored.discard(delivery.trajectory_id)
             log.info("settled: the restored checkpoint holds its effect", trajectory=delivery.trajectory_id)
             return Refused(delivery.trajectory_id, "already_trained")
+        if (reason := self._drops.begun(delivery.trajectory_id, delivery.entry_id)) is not None:
+            log.info("finishing a drop that was interrupted", trajectory=delivery.trajectory_id, reason=reason)
+            return await self._let_go(delivery.trajectory_id, delivery, reason)
         try:
             arrived = await self._parse(delivery)
         except _DamagedError as damage:
@@ -398,27 +409,29 @@ class Consumer:
         return Refused(trajectory.id, RESCORE)
 
     async def _drop(self, trajectory: Trajectory, delivery: Delivery | None, reason: str) -> Refused:
-        if trajectory.id not in self._dropping:  # an outage in the middle of it delivers it again
-            self._dropping.add(trajectory.id)
-            self.dropped[reason] += 1
+        if self._drops.add(trajectory.id, _entry_of(delivery), reason):
             metrics.count_dropped(trajectory, reason)
         # Named before it goes: once it is settled, nothing else tells what became of it.
         log.info("dropped", trajectory=trajectory.id, reason=reason, action_tokens=trajectory.action_count)
-        await self._streams.mark_consumed([trajectory.id])
-        if delivery is not None:
-            await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
-        if delivery is None or trajectory.id in self._undone:
-            self._forgone.add(trajectory.id)
         self.done.add(self.slot(trajectory))
-        self._in_hand.pop(trajectory.id, None)
-        self._archived.pop(trajectory.id, None)
-        self._dropping.discard(trajectory.id)
-        return Refused(trajectory.id, reason)
+        return await self._let_go(trajectory.id, delivery, reason)
+
+    async def _let_go(self, trajectory_id: str, delivery: Delivery | None, reason: str) -> Refused:
+        await self._streams.mark_consumed([trajectory_id])
+        gone = delivery is None or await self._streams.settle([delivery], CONSUMER, epoch=self._epoch) > 0
+        if delivery is None or trajectory_id in self._undone:
+            self._forgone.add(trajectory_id)
+        self._in_hand.pop(trajectory_id, None)
+        self._archived.pop(trajectory_id, None)
+        if gone:
+            self._drops.done(trajectory_id, _entry_of(delivery))
+        return Refused(trajectory_id, reason)
 
     async def _bury(self, delivery: Delivery, reason: str, detail: str) -> Refused:
-        self.dropped[reason] += 1
-        metrics.BURIED.labels(reason).inc()
-        await self._streams.bury(delivery, CONSUMER, f"{reason}: {detail}")
+        if self._drops.add(delivery.trajectory_id, delivery.entry_id, reason, buried=True):
+            metrics.BURIED.labels(reason).inc()
+        if await self._streams.bury(delivery, CONSUMER, f"{reason}: {detail}"):
+            self._drops.done(delivery.trajectory_id, delivery.entry_id)
         if delivery.trajectory_id in self._undone:
             self._forgone.add(delivery.trajectory_id)
         log.error("buried", trajectory=delivery.trajectory_id, reason=reason, detail=detail)

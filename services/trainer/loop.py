@@ -108,6 +108,7 @@ class TrainerLoop:
         self._idle_s = 0.0
         self._started_s = 0.0
         self._epoch_seen_at = clock()
+        self._told: TrainerFacts | None = None
 
     @property
     def finished(self) -> bool:
@@ -316,7 +317,10 @@ class TrainerLoop:
             return None
 
     async def _require_epoch(self) -> None:
-        """FencedError when a newer trainer has started, StoreEmptiedError when the store no longer knows this one."""
+        """FencedError when a newer trainer has started, StoreEmptiedError when the store has forgotten this one.
+
+        An older file of this epoch shows in the facts: whatever was written before them is there when they are.
+        """
         epoch, newest = self._parts.epoch, await ride_out(self._parts.board.epoch)
         if newest > epoch:
             raise FencedError(fenced_message(epoch, newest))
@@ -324,6 +328,14 @@ class TrainerLoop:
             msg = (
                 f"trainer epoch {epoch}: the store knows {newest or 'none'}, so it was restarted without its file or "
                 "with an older one; this process ends, and its next start restores what the run's folder knows"
+            )
+            raise StoreEmptiedError(msg)
+        facts = await ride_out(self._parts.board.trainer)
+        if facts != self._told and (facts is None or facts.epoch <= epoch):
+            found = f"update {facts.update} of epoch {facts.epoch}" if facts is not None else "none"
+            msg = (
+                f"trainer epoch {epoch}: the store's facts of it are {found}, expected update {self._update}: it was "
+                "restarted with an older file; this process ends, its next start restores what the run's folder knows"
             )
             raise StoreEmptiedError(msg)
 
@@ -431,3 +443,4 @@ class TrainerLoop:
             state=state,
         )
         await ride_out(lambda: self._parts.board.write_trainer(facts))
+        self._told = facts

@@ -1,7 +1,8 @@
 """Publish a policy as a new weight version: a Hugging Face checkpoint, its manifest, its canary, its announcement.
 
 Order: finite? -> files -> manifest -> commit (visible to readers) -> announce on the board. Nothing loads a
-version before the board knows it, so a trajectory that names it is never unknown.
+version before the board knows it, so a trajectory that names it is never unknown. What ends before that is rolled
+back at the next start.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from sao.atomic import append_line
 from sao.board.base import Board, VersionRecord
 from sao.telemetry.logs import get_logger
 from sao.weights.base import VersionStore
@@ -61,6 +63,8 @@ class Publisher:
     """Checkpoint directory of the initial policy: its config and tokenizer travel with every version."""
     canary: list[list[int]]
     keep_versions: int
+    announced: Path
+    """Every version announced, a line each: what a board that is lost gets back, collected ones included."""
 
     async def publish(
         self, state: Mapping[str, Tensor], logprobs: Logprobs, *, update: int, parent: str | None
@@ -93,9 +97,17 @@ class Publisher:
         self.store.commit(manifest, directory)
         record = VersionRecord(name=name, update=update, parent=parent, epoch=self.epoch)
         await ride_out(lambda: self.board.announce_version(record))
+        append_line(self.announced, record.model_dump_json().encode())
         removed = self.store.collect(self.keep_versions)
         log.info("version published", version=name, update=update, parent=parent, collected=removed)
         return record
+
+
+async def roll_back(board: Board, store: VersionStore) -> None:
+    """Remove what earlier trainers, fenced by now, have begun to publish and not announced: no reader knows it."""
+    announced = await ride_out(board.versions)
+    if removed := store.roll_back(announced):
+        log.warning("rolled back an interrupted publication", versions=removed, announced=max(announced, default=""))
 
 
 def untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from sao.atomic import append_line
 from sao.preference import Preference
 from sao.rows import TrainedRow, UpdateRow
 from sao.v1 import archive_pb2 as pb
@@ -108,28 +107,8 @@ def finite(numbers: dict[str, float]) -> dict[str, float]:
 
 
 def append_row(path: Path, row: UpdateRow) -> None:
-    """Add one line, after cutting off what a crash left of the last one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        size = file.seek(0, os.SEEK_END)
-        if size:
-            file.seek(size - 1)
-            if file.read(1) != b"\n":
-                file.truncate(_end_of_last_line(path))
-        file.write(row.model_dump_json().encode() + b"\n")
-
-
-def drops_so_far(path: Path, checkpointed: Mapping[str, int]) -> Counter[str]:
-    """Dropped since the run began, by reason: the rows at `path` may have counted more than the checkpoint.
-
-    A drop is final when it happens, whatever becomes of the updates around it.
-    """
-    rows = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    return Counter(checkpointed) | Counter(UpdateRow.model_validate_json(rows[-1]).dropped if rows else {})
-
-
-def _end_of_last_line(path: Path) -> int:
-    return path.read_bytes().rfind(b"\n") + 1
+    """Add the line of one update."""
+    append_line(path, row.model_dump_json().encode())
 
 
 def _row(taken: Taken) -> TrainedRow:

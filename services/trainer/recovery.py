@@ -7,7 +7,7 @@ one; `Progress.holds` tells them apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,14 +39,18 @@ class ArchivedStep:
         return self.name.update, self.critic_only
 
 
-async def lost_work(archive: Archive, progress: Progress, streams: TrajectoryStreams) -> list[Archived]:
+async def lost_work(
+    archive: Archive, progress: Progress, streams: TrajectoryStreams, let_go: Collection[str] = ()
+) -> list[Archived]:
     """Trajectories that any epoch has trained on, that `progress` lacks and the stream no longer has, oldest first.
+
+    None of `let_go`: dropped since, when that checkpoint was written or after it.
 
     After a plain crash there are none: what no checkpoint holds was not settled and is delivered again. After a
     fall-back they may lie in any abandoned epoch, at updates before or after this one's.
     """
     held, lacking = (_names(steps) for steps in _sorted_out(archive, progress))
-    forgone = set(progress.forgone_ids)
+    forgone = {*progress.forgone_ids, *let_go}
     found: dict[str, Archived] = {}
     for step in sorted(lacking, key=lambda step: (step.epoch, step.update, step.step)):
         for trained in archive.load(step).trajectories:

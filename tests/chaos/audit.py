@@ -35,13 +35,13 @@ class Evidence:
     dead: Mapping[str, str]
     """Reasons by id."""
     dropped: Mapping[str, str]
-    """Reasons by id, also of trajectories that trained after all (a crash may forget a drop, never its log line)."""
+    """Reasons by id, also of trajectories that trained after all."""
     waiting: AbstractSet[str]
     """Ids on a stream at the end."""
     named: AbstractSet[str]
     """Ids that the trainer has named as lost with the store."""
     not_leased_again: AbstractSet[str]
-    """Those of them whose prompt was neither leased nor rolled out again."""
+    """Those of them whose prompt was neither leased again nor will be."""
     preferences: tuple[int, int]
     """The newest version on the board, and in the run's folder."""
     counted: Mapping[str, int]
@@ -59,7 +59,7 @@ class Verdict:
     dropped_by_reason: Mapping[str, int]
     dead_by_reason: Mapping[str, int]
     uncounted: Mapping[str, int]
-    """Drops that are named in the log and missing in the trainer's own count: it was killed before it wrote that."""
+    """Drops that are named and missing in the final checkpoint's count."""
     superseded: int
     lost: Sequence[str]
     twice: Sequence[str]
@@ -107,7 +107,7 @@ def audit(evidence: Evidence) -> Verdict:
         dead_though_trained=sorted(times.keys() & evidence.dead.keys()),
         miscounted=len(evidence.trained) - evidence.consumed,
         not_leased_again=sorted(evidence.not_leased_again),
-        preferences_lost=evidence.preferences[1] - evidence.preferences[0],
+        preferences_lost=max(evidence.preferences[1] - evidence.preferences[0], 0),
     )
 
 

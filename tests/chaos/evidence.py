@@ -1,4 +1,4 @@
-"""Gathers what the audit judges: the ledger, the archive, the final checkpoint, the trainer's log, the streams."""
+"""Gathers what the audit judges: the ledger, the archive, the final checkpoint, the trainer's drops, the streams."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from sao.rows import read_rows
 from sao.streams.base import StreamName
 from services.reward.preference_folder import PreferenceFolder
 from services.trainer.checkpoint import CheckpointStore, Progress
+from services.trainer.drops import FILE as DROPS
+from services.trainer.drops import read_drops
 from services.trainer.recovery import effective_steps
 from tests.chaos.audit import Evidence
 
@@ -28,7 +30,7 @@ def gather(folder: Path, run: str, client: redis.Redis) -> Evidence:
     answers = list(json_lines(folder / "acknowledged.jsonl"))
     archive = Archive(folder / "archive")
     trained: list[str] = []
-    dropped = {line["trajectory"]: line["reason"] for line in events(folder, "trainer", "dropped")}
+    dropped = {drop.trajectory: drop.reason for drop in read_drops(folder / DROPS) if not drop.buried}
     for step in effective_steps(archive, progress):
         archived = archive.load(step.name)
         ids = [one.trajectory.id for one in archived.trajectories]
@@ -54,11 +56,12 @@ def gather(folder: Path, run: str, client: redis.Redis) -> Evidence:
 
 
 def slots_under_way(client: redis.Redis, keys: RunKeys) -> Callable[[int], bool]:
-    """Whether a slot is done or leased now."""
+    """Whether a slot is done, leased now, or among those that the next leases go through one by one."""
     frontier = int(client.get(keys.frontier) or 0)
+    cursor = max(int(client.get(keys.cursor) or 0), frontier)
     found: list[Any] = [*client.zrange(keys.winners, 0, -1), *client.zrange(keys.lease_expiry, 0, -1)]
     beyond = {int(slot) for slot in found}
-    return lambda slot: slot < frontier or slot in beyond
+    return lambda slot: slot < frontier or slot in beyond or slot >= cursor
 
 
 def final_progress(folder: Path, run: str) -> Progress:

@@ -48,6 +48,16 @@ async def test_epochs_rise_also_when_claimed_at_once(board: Board) -> None:
     assert await board.epoch() == claimed[-1]
 
 
+async def test_an_epoch_is_claimed_only_from_a_store_that_is_as_it_was_found(board: Board) -> None:
+    found = await board.new_trainer_epoch()
+    await board.announce_version(VersionRecord(name="v00000001", update=0, parent=None, epoch=found))
+    assert await board.new_trainer_epoch(found=found - 1, version="v00000001") == 0
+    assert await board.new_trainer_epoch(found=found, version="v00000002") == 0
+    assert await board.epoch() == found
+    assert await board.new_trainer_epoch(above=found + 5, found=found, version="v00000001") == found + 6
+    assert await board.new_trainer_epoch(above=1) == found + 7
+
+
 async def test_trainer_facts_come_back_as_written(board: Board) -> None:
     epoch = await board.new_trainer_epoch()
     for update in (1, 2):

@@ -246,3 +246,26 @@ def test_laws_of_any_history(make: MakeStore, steps: list[tuple[str, int]]) -> N
             store.verify(version)
             manifest = store.manifest(version)
             assert manifest == manifest_for(version, store.path(version))
+
+
+def test_an_interrupted_publication_is_rolled_back_and_its_names_are_not_used_again(store: VersionStore) -> None:
+    announced = [publish(store, 1.0), publish(store, 2.0)]
+    orphan = publish(store, 3.0)
+    staged, directory = store.allocate()
+    (directory / "model.safetensors").write_bytes(b"half")
+
+    assert store.roll_back(announced) == [orphan, staged]
+
+    assert store.names() == announced
+    assert not directory.exists()
+    assert store.roll_back(announced) == []
+    assert publish(store, 4.0) > staged
+
+
+def test_a_roll_back_leaves_what_is_in_use_and_what_a_lost_board_does_not_know(store: VersionStore) -> None:
+    first, leased, orphan = publish(store, 1.0), publish(store, 2.0), publish(store, 3.0)
+    store.lease(leased, "engine-0")
+    assert store.roll_back([]) == []
+    assert store.roll_back([first]) == [orphan]
+    assert store.names() == [first, leased]
+    store.verify(leased)

@@ -185,6 +185,21 @@ async def test_a_version_announced_after_the_last_look_is_known(ingest: Ingest) 
     assert await publish(ingest, message) == pb.PUBLISH_STATUS_ACCEPTED
 
 
+async def test_a_version_that_an_emptied_board_does_not_know_may_come_back() -> None:
+    """INVALID_ARGUMENT would send the worker's trajectory to the dead folder, though the trainer announces it again."""
+    board = MemoryBoard()
+    async with memory_ingest(board=board) as ingest:
+        message = good(random.Random(0), ingest.limits)
+        message.segments[0].versions[0].version = "v00000099"
+        board.newest_epoch = 0
+        refused = await refusal(ingest, message)
+        assert refused.code() is grpc.StatusCode.UNAVAILABLE
+        assert retry_after_s(refused) is not None
+        await announce(board, "v00000099")
+        await board.new_trainer_epoch()
+        assert await publish(ingest, message) == pb.PUBLISH_STATUS_ACCEPTED
+
+
 async def test_an_id_older_than_the_horizon_is_a_failed_precondition(ingest: Ingest) -> None:
     message = good(random.Random(0), ingest.limits)
     message.id = uuid7(unix_ms=1_700_000_000_000)

@@ -5,11 +5,7 @@ Real processes, real DeepSpeed, a real Valkey; both runs are fed the same trajec
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +22,7 @@ from sao.rows import CRITIC_ONLY
 from sao.v1 import archive_pb2
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.checkpoint import Checkpoint, CheckpointStore
+from tests.support.killed_services import Nursery, nursery
 from tests.support.training import PREFERENCE, World, random_trajectory
 
 UPDATES = 6
@@ -130,20 +127,13 @@ async def feed(world: World, course: Course) -> None:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[subprocess.Popen[str]]:
-    """Where trainers come from (tests.support.killed_trainer)."""
-    environment = {key: value for key, value in os.environ.items() if key not in {"RANK", "WORLD_SIZE"}}
-    command = [sys.executable, "-m", "tests.support.killed_trainer"]
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
-        yield process
-        os.killpg(process.pid, signal.SIGKILL)
+def trainers() -> Iterator[Nursery]:
+    """Where trainers come from."""
+    with nursery("deepspeed") as started:
+        yield started
 
 
-async def trained(
-    nursery: subprocess.Popen[str], config: RunConfig, course: Course, model: Path, ends: Sequence[str]
-) -> None:
+async def trained(trainers: Nursery, config: RunConfig, course: Course, model: Path, ends: Sequence[str]) -> None:
     """Feed a run and let its trainer live until each of these ends."""
     config.run.dir.mkdir(parents=True)
     path, log = config.run.dir / "run.toml", config.run.dir / "trainer.log"
@@ -152,10 +142,7 @@ async def trained(
     await feed(world, course)
     await world.streams.close()
     await world.board.close()
-    assert nursery.stdin is not None
-    assert nursery.stdout is not None
-    print(log, path, *ends, file=nursery.stdin, flush=True)
-    assert nursery.stdout.readline() == "lived\n", log.read_text()[-5000:]
+    trainers.live(log, path, *ends)
 
 
 def made(step: archive_pb2.ArchivedUpdate) -> dict[str, Any]:
@@ -189,7 +176,7 @@ def last_checkpoint(config: RunConfig) -> Checkpoint:
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("algorithm", COURSES)
 async def test_killed_and_resumed_equals_uninterrupted(
-    nursery: subprocess.Popen[str],
+    trainers: Nursery,
     run_config: RunConfig,
     tiny_checkpoints: tuple[Path, Path],
     tmp_path: Path,
@@ -200,8 +187,8 @@ async def test_killed_and_resumed_equals_uninterrupted(
     whole, killed = (
         configured(run_config, algorithm, stage, model, tmp_path / name) for name in ("uninterrupted", "killed")
     )
-    await trained(nursery, whole, course, model, ["end"])
-    await trained(nursery, killed, course, model, course.ends)
+    await trained(trainers, whole, course, model, ["end"])
+    await trained(trainers, killed, course, model, course.ends)
 
     reference = Archive(whole.run.dir / "archive")
     expected = {position(step): made(step) for step in map(reference.load, reference.steps())}

@@ -63,6 +63,8 @@ async def serving(
     config: RunConfig, streams: TrajectoryStreams, board: Board, ledger: LeaseLedger, *, opened: bool = True
 ) -> AsyncIterator[Ingest]:
     """The ingest on a free port, open unless told otherwise, with VERSIONS on the board."""
+    if await board.epoch() == 0:
+        await board.new_trainer_epoch()
     await announce(board, *VERSIONS)
     servicer = make_servicer(config, streams=streams, board=board, ledger=ledger)
     limits = limits_for(config, VOCAB, ROUTING if config.trainer.routing_replay else None)

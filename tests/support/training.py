@@ -34,12 +34,12 @@ from services.trainer.checkpoint import CheckpointStore
 from services.trainer.consumer import Consumer
 from services.trainer.core.baselines import reward_range
 from services.trainer.core.update import Update, UpdateSettings, UpdateStats
+from services.trainer.drops import Drops
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
-from services.trainer.publisher import Publisher
+from services.trainer.publisher import Publisher, roll_back
 from services.trainer.ranks import Ranks
-from services.trainer.records import drops_so_far
 from services.trainer.recovery import lost_work, never_again, undone
-from services.trainer.restoring import claim_store
+from services.trainer.restoring import ANNOUNCED_FILE, claim_store
 
 ROOT = "v00000001"
 """The first version a fresh trainer publishes."""
@@ -96,6 +96,7 @@ class World:
         place: tuple[int, int] | None = None,
         reward: float | None = None,
         routed_experts: bytes = b"",
+        rescores: int = 0,
     ) -> str:
         """Put one scored trajectory on the SCORED stream, at the next (ordinal, sample) or at `place`; its id."""
         message = trajectory or random_trajectory(self.rng, self.config.run.name)
@@ -113,7 +114,7 @@ class World:
             message.SerializeToString() if payload is None else payload,
             ordinal=ordinal,
             sample=sample,
-            fields={"task": message.task, "ordinal": str(ordinal)},
+            fields={"task": message.task, "ordinal": str(ordinal), "rescores": str(rescores)},
             routed_experts=routed_experts,
         )
         self.slot += place is None
@@ -172,10 +173,12 @@ class Trainer:
             samples=config.samples,
             horizon_h=config.ingest.seen_horizon_h,
         )
+        await roll_back(world.board, store)
         backend = TorchReferenceBackend(config, world.initial)
         ranks = Ranks(backend, Update(backend, UpdateSettings.of(config)))
         if restored is not None:
             ranks.load(restored.backend_dir)
+        drops = Drops.of(config.run.dir, claim.epoch, progress.dropped)
         consumer = Consumer(
             world.streams,
             world.board,
@@ -186,11 +189,11 @@ class Trainer:
             forgone=progress.forgone_ids,
             undone=again,
             done=Slots(progress.done),
-            dropped=drops_so_far(config.run.dir / "updates.jsonl", progress.dropped),
+            drops=drops,
             defer_consumed=config.algorithm.synchronous,
             reward_range=reward_range(config),
         )
-        consumer.requeue(await lost_work(archive, progress, world.streams))
+        consumer.requeue(await lost_work(archive, progress, world.streams, drops.let_go()))
         publisher = Publisher(
             store=store,
             board=world.board,
@@ -199,6 +202,7 @@ class Trainer:
             initial=world.initial,
             canary=canary_sequences([[1, 5, 6]], 32, 0),
             keep_versions=4,
+            announced=config.run.dir / ANNOUNCED_FILE,
         )
         health = Health(60.0)
         parts = Parts(

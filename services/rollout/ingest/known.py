@@ -19,6 +19,10 @@ class KnownVersions:
     def names(self) -> frozenset[str]:
         return self._names
 
+    async def complete(self) -> bool:
+        """Whether a refresh that begins now gives all names; not while a board that lost them is being restored."""
+        return await self._board.epoch() > 0
+
     async def refresh(self) -> frozenset[str]:
         """Names as of a board read that began after this call; concurrent callers read one after the other."""
         async with self._lock:

@@ -201,7 +201,11 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
     async def _validate(self, trajectory: trajectory_pb2.Trajectory, routed_experts: bytes, limits: Limits) -> None:
         known = self._known.names
         if unknown_versions(trajectory, known):
+            complete = await self._known.complete()
             known = await self._known.refresh()
+            if not complete and unknown_versions(trajectory, known):
+                msg = "no trainer has claimed it, so its versions may be incomplete; one that starts restores them"
+                raise StreamUnavailableError(msg)
         found = [
             *violations(trajectory, limits, known),
             *routing_violations(trajectory, routed_experts, limits),

@@ -28,14 +28,18 @@ def test_a_run_that_has_accepted_nothing_has_no_file(tmp_path: Path) -> None:
     assert not (tmp_path / FOLDER).exists()
 
 
-def test_a_torn_line_is_left_out_and_the_next_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [9, 36, 37, 39, 41])
+def test_a_torn_line_is_left_out_and_the_next_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    """Nor is half a slot's number read as another slot."""
     log, real = AcceptedLog(tmp_path), os.write
     first, torn, last = uuid7(), uuid7(), uuid7()
     log.note(first, 1)
     with monkeypatch.context() as full:
-        full.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:9]))
-        with pytest.raises(OSError, match="9 of 39 bytes of a line were written: is the disk full"):
-            log.note(torn, 2)
+        full.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:kept]))
+        with pytest.raises(OSError, match=f"{kept} of 42 bytes of a line were written: is the disk full"):
+            log.note(torn, 2345)
     log.note(last, 3)
     assert list(accepted(tmp_path)) == [(first, 1), (last, 3)]
     log.close()

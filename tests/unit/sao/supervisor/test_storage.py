@@ -89,7 +89,7 @@ def test_what_a_store_has_lost_is_counted_for_ever(tmp_path: Path) -> None:
     assert lost_notices(file) == []
     file.write_text("{}\n{}\n")
     (line,) = lost_notices(file)
-    assert line.startswith(f"2 accepted trajectories were lost with the store, {file} names them")
+    assert line.startswith(f"2 accepted trajectories were lost with the store: {file} names them")
 
 
 def test_everything_is_read_at_once_and_a_store_that_is_away_hides_no_spool(tmp_path: Path) -> None:

@@ -89,3 +89,21 @@ async def test_a_folder_that_refuses_stops_nobody_and_is_asked_again(
         assert folder.newest() == 0
     await keeper.once()
     assert folder.read_all() == [await board.preference()]
+
+
+async def test_two_services_that_keep_one_version_at_once_are_both_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = await MemoryBoard().put_preference(renamed(1))
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        monkeypatch.undo()
+        PreferenceFolder(tmp_path).keep(stored)
+        real(descriptor)
+
+    (tmp_path / "preferences").mkdir()
+    monkeypatch.setattr(os, "fsync", fsync)
+    PreferenceFolder(tmp_path).keep(stored)
+    assert PreferenceFolder(tmp_path).read_all() == [stored]
+    assert [path.name for path in (tmp_path / "preferences").iterdir()] == ["00000001.json"]

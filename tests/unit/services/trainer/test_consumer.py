@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -12,10 +13,11 @@ from sao.invariants import Limits
 from sao.outcome import Scored, TimedOut
 from sao.preference import PreferenceDocument
 from sao.routing import RoutingShape
-from sao.streams.base import Delivery, StreamName, StreamUnavailableError, TrajectoryStreams
+from sao.streams.base import Delivery, RequeueStatus, StreamName, StreamUnavailableError, TrajectoryStreams
 from sao.streams.memory import MemoryStreams
 from services.trainer.consumer import CONSUMER, Consumer, Position, Refused, Taken
-from tests.support.training import PREFERENCE, World, random_trajectory
+from services.trainer.drops import Drops
+from tests.support.training import PREFERENCE, PowerFailureError, World, random_trajectory
 from tests.support.trajectories import MUTATIONS, ROUTING, bad, routed_experts
 from tests.unit.services.trainer.conftest import NewWorld
 
@@ -286,6 +288,92 @@ async def test_a_drop_is_named_before_it_goes_and_counted_once_over_an_outage(ne
     assert await take(consumer) == Refused(message.id, "stale")
     assert consumer.dropped == {"stale": 1}
     assert await world.settled([message.id]) == [message.id]
+
+
+async def test_a_drop_that_could_not_be_settled_is_finished_when_it_comes_again_and_counted_once(
+    new_world: NewWorld,
+) -> None:
+    world = new_world("trainer.max_lag=2")
+    consumer = await consumer_of(world)
+    message = random_trajectory(world.rng, "unit", version="v00000001")
+    await world.deliver(message)
+    read = world.streams.read
+
+    async def read_and_lose(stream: StreamName, consumer: str, *, count: int, block_ms: int) -> list[Delivery]:
+        found = await read(stream, consumer, count=count, block_ms=block_ms)
+        lose_the_group(world.streams)
+        return found
+
+    world.streams.read = read_and_lose  # type: ignore[method-assign]
+    assert await take(consumer) == Refused(message.id, "stale")
+    assert await world.settled([message.id]) == []
+    world.streams.read = read  # type: ignore[method-assign]
+
+    assert await take(consumer) == Refused(message.id, "stale")
+    assert consumer.dropped == {"stale": 1}
+    assert await world.settled([message.id]) == [message.id]
+
+
+async def test_a_burial_is_counted_once_over_an_outage_and_again_when_a_requeued_letter_is_buried(
+    new_world: NewWorld,
+) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    spoilt = await world.deliver(payload=b"\xff")
+    bury = world.streams.bury
+
+    async def unavailable(delivery: Delivery, consumer: str, reason: str) -> bool:
+        raise StreamUnavailableError
+
+    world.streams.bury = unavailable  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(StreamUnavailableError):
+            await take(consumer)
+        await consumer.open()
+    world.streams.bury = bury  # type: ignore[method-assign]
+
+    assert await take(consumer) == Refused(spoilt, "payload_damaged")
+    assert consumer.dropped == {"payload_damaged": 1}
+
+    (letter,) = await world.streams.dead_letters(count=2)
+    assert await world.streams.requeue_dead(letter) is RequeueStatus.REQUEUED
+    assert await take(consumer) == Refused(spoilt, "payload_damaged")
+    assert consumer.dropped == {"payload_damaged": 2}
+
+
+async def test_a_drop_that_a_crash_interrupted_is_finished_as_it_was_decided_and_counted_once(
+    new_world: NewWorld, tmp_path: Path
+) -> None:
+    world = new_world("trainer.max_lag=2")
+    await consumer_of(world)
+    message = random_trajectory(world.rng, "unit", version="v00000001")
+    await world.deliver(message)
+    limits = Limits("unit", 32, 512, 2**20, 1e-5)
+
+    async def life() -> Consumer:
+        epoch = await world.board.new_trainer_epoch()
+        drops = Drops.of(tmp_path, epoch, {})
+        consumer = Consumer(world.streams, world.board, world.config.trainer, limits, epoch=epoch, drops=drops)
+        await consumer.open()
+        return consumer
+
+    killed = await life()
+    mark_consumed = world.streams.mark_consumed
+
+    async def power_failure(trajectory_ids: Sequence[str]) -> None:
+        raise PowerFailureError
+
+    world.streams.mark_consumed = power_failure  # type: ignore[method-assign]
+    with pytest.raises(PowerFailureError):
+        await take(killed)
+    world.streams.mark_consumed = mark_consumed  # type: ignore[method-assign]
+
+    # It would be fresh enough now, where the successor has fallen back to.
+    successor = await life()
+    assert await successor.take(Position("v00000002", 1), block_ms=0) == Refused(message.id, "stale")
+    assert successor.dropped == (await life()).dropped == {"stale": 1}
+    assert await world.settled([message.id]) == [message.id]
+    assert await world.streams.unconsumed() == 0
 
 
 @pytest.mark.parametrize("spoilt", [False, True])

@@ -151,7 +151,7 @@ async def test_a_looser_limit_publishes_what_a_finished_run_was_held_back_with(n
     await with_entropies(await world.start(), JUMP).run()
     store = FileSystemVersionStore(world.config.versions_dir, 0)
     ended = (await world.start()).loop.progress()
-    assert not published(store, ended)
+    assert not published(store, ended, await world.board.versions())
 
     looser = new_world("run.updates=3", *GUARDED, "guards.entropy_slope=off")
     looser.board, looser.streams = world.board, world.streams
@@ -162,7 +162,32 @@ async def test_a_looser_limit_publishes_what_a_finished_run_was_held_back_with(n
     facts = await world.board.trainer()
     assert facts is not None
     assert (facts.version, facts.state) == ("v00000004", TrainerState.FINISHED)
-    assert published(store, ended)
+    assert published(store, ended, await world.board.versions())
+
+
+async def test_a_publication_that_was_never_announced_does_not_end_a_finished_run(new_world: NewWorld) -> None:
+    world = new_world("run.updates=3", *GUARDED)
+    await world.deliver_many(6)
+    await with_entropies(await world.start(), JUMP).run()
+    looser = new_world("run.updates=3", *GUARDED, "guards.entropy_slope=off")
+    looser.board, looser.streams = world.board, world.streams
+    await (await looser.start()).run_until_crash(world.board, "announce_version", at=1)
+    store = FileSystemVersionStore(world.config.versions_dir, 0)
+    assert store.manifest("v00000004").update == 3
+
+    with capture_logs() as logs:
+        last = await looser.start()
+
+    assert not published(store, last.loop.progress(), [*await world.board.versions(), "v00000004"])
+    assert [line["versions"] for line in logs if line["event"] == "rolled back an interrupted publication"] == [
+        ["v00000004"]
+    ]
+    await last.run()
+    facts = await world.board.trainer()
+    assert facts is not None
+    assert (facts.version, facts.state) == ("v00000005", TrainerState.FINISHED)
+    assert published(store, last.loop.progress(), await world.board.versions())
+    assert not published(store, last.loop.progress(), []), "a version that no board knows is not published"
 
 
 PRETRAINED = ("critic.warmup_updates=1", "critic.explained_variance_window=4")

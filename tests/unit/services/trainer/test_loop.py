@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -23,8 +24,9 @@ from sao.streams.memory import MemoryStreams
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.consumer import Position, Refused, Taken
-from tests.support.training import PREFERENCE, ROOT, World, random_trajectory
+from tests.support.training import PREFERENCE, ROOT, Trainer, World, random_trajectory
 from tests.support.trajectories import ROUTING, routed_experts
+from tests.support.waiting import eventually
 from tests.unit.services.trainer.conftest import NewWorld
 
 
@@ -233,6 +235,37 @@ async def test_what_came_from_the_archive_and_was_dropped_does_not_come_again(ne
     assert rows(other)[-1].dropped == {"preference": 2}
 
 
+async def test_what_was_dropped_since_a_checkpoint_that_stays_the_same_is_neither_forgotten_nor_offered_again(
+    new_world: NewWorld,
+) -> None:
+    world = new_world("run.updates=2", "checkpoint.every_updates=1")
+    await world.deliver_many(4)
+    await (await world.start()).run()
+    (world.config.run.dir / "checkpoints" / "update-00000002" / "progress.json").write_text("torn")
+    other = new_world("run.updates=9", "trainer.preference_policy=drop", "checkpoint.every_updates=1")
+    other.board, other.streams, other.slot = world.board, world.streams, world.slot
+    await other.board.put_preference(PREFERENCE)
+
+    # Stopped after both drops and before any step: the newest checkpoint holds this very state already.
+    second = await other.start()
+    stop_when_dropped = asyncio.ensure_future(_stop_when(second, lambda: second.parts.consumer.dropped.total() == 2))
+    await second.run()
+    await stop_when_dropped
+
+    new = [await other.deliver(scored_under=2) for _ in range(2)]
+    third = await other.start()
+    assert third.parts.consumer.dropped == {"preference": 2}
+    assert third.parts.consumer._archived == {}
+    await third.run_updates(1)
+    assert [t.id for t in rows(other)[-1].trajectories] == new
+    assert rows(other)[-1].dropped == {"preference": 2}
+
+
+async def _stop_when(trainer: Trainer, condition: Callable[[], bool]) -> None:
+    await eventually(condition, what="the moment to stop")
+    trainer.stop.set()
+
+
 async def test_a_drop_counts_once_whatever_is_made_again_around_it(new_world: NewWorld) -> None:
     world = new_world("run.updates=4", "checkpoint.every_updates=2")
     for _ in range(2):
@@ -290,6 +323,21 @@ async def test_a_restored_trainer_publishes_its_state_as_a_new_version_before_it
     record = (await world.board.versions())["v00000003"]
     assert (record.update, record.parent, record.epoch) == (1, before.version, 2)
     assert weights_of(world, "v00000003") == weights_of(world, before.version)
+
+
+async def test_a_first_version_that_was_never_announced_is_nobodys(new_world: NewWorld) -> None:
+    world = new_world("run.updates=1")
+    await (await world.start()).run_until_crash(world.board, "announce_version", at=1)
+    for _ in range(2):
+        await world.deliver(random_trajectory(world.rng, "unit", version="v00000002"))
+
+    await (await world.start()).run()
+
+    records = sorted((await world.board.versions()).values(), key=lambda record: record.name)
+    assert [(record.name, record.parent) for record in records] == [("v00000002", None), ("v00000003", "v00000002")]
+    facts = await world.board.trainer()
+    assert facts is not None
+    assert (facts.version, facts.consumed) == ("v00000003", 2)
 
 
 async def test_a_starved_trainer_checkpoints_so_that_finished_work_is_settled(new_world: NewWorld) -> None:

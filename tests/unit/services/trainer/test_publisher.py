@@ -99,7 +99,7 @@ async def test_the_manifest_describes_every_tensor_and_file(
     board, store = MemoryBoard(), FileSystemVersionStore(tmp_path, 0)
     epoch = await board.new_trainer_epoch()
     canary = canary_sequences([[1, 5]], 32, 0)
-    publisher = Publisher(store, board, "unit", epoch, tiny_checkpoints[0], canary, 4)
+    publisher = Publisher(store, board, "unit", epoch, tiny_checkpoints[0], canary, 4, tmp_path / "versions.jsonl")
     state = AutoModelForCausalLM.from_pretrained(tiny_checkpoints[0]).state_dict()
 
     record = await publisher.publish(
@@ -121,7 +121,16 @@ async def test_an_announcement_waits_for_a_board_that_is_away(
     tiny_checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
     board, store = MemoryBoard(), FileSystemVersionStore(tmp_path, 0)
-    publisher = Publisher(store, board, "unit", await board.new_trainer_epoch(), tiny_checkpoints[0], [[1, 2]], 4)
+    publisher = Publisher(
+        store,
+        board,
+        "unit",
+        await board.new_trainer_epoch(),
+        tiny_checkpoints[0],
+        [[1, 2]],
+        4,
+        tmp_path / "versions.jsonl",
+    )
     state = AutoModelForCausalLM.from_pretrained(tiny_checkpoints[0]).state_dict()
     announce, failures = board.announce_version, [StreamUnavailableError("away"), StreamUnavailableError("still away")]
 
@@ -139,7 +148,16 @@ async def test_an_announcement_waits_for_a_board_that_is_away(
 
 async def test_non_finite_weights_are_not_published(tiny_checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
     board, store = MemoryBoard(), FileSystemVersionStore(tmp_path, 0)
-    publisher = Publisher(store, board, "unit", await board.new_trainer_epoch(), tiny_checkpoints[0], [[1, 2]], 4)
+    publisher = Publisher(
+        store,
+        board,
+        "unit",
+        await board.new_trainer_epoch(),
+        tiny_checkpoints[0],
+        [[1, 2]],
+        4,
+        tmp_path / "versions.jsonl",
+    )
     state = AutoModelForCausalLM.from_pretrained(tiny_checkpoints[0]).state_dict()
     state["model.norm.weight"][3] = float("inf")
     with pytest.raises(NonFiniteWeightsError, match=r"update 7: model\.norm\.weight"):

@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 
 from sao.accepted import LOST_FILE, AcceptedLog
+from sao.board.base import TrainerFacts
 from sao.board.memory import MemoryBoard
 from sao.streams.base import AppendStatus, StoreEmptiedError, StreamUnavailableError
 from sao.streams.memory import MemoryStreams
@@ -141,3 +142,97 @@ async def test_a_running_trainer_notices_and_ends(new_world: NewWorld, monkeypat
     cast("MemoryBoard", world.board).newest_epoch = 0
     with pytest.raises(StoreEmptiedError, match="trainer epoch 2: the store knows none"):
         await again.run()
+
+
+async def test_a_running_trainer_notices_an_older_file_of_its_own_epoch(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "EPOCH_S", -1.0)
+    world = new_world("run.updates=9")
+    await world.deliver_many(2)
+    trainer = await world.start()
+    older: list[TrainerFacts] = []
+    real = world.board.write_trainer
+
+    async def noting(facts: TrainerFacts) -> None:
+        older.append(facts)
+        await real(facts)
+        if facts.update == 1:
+            await real(older[0])  # what an older file holds
+
+    monkeypatch.setattr(world.board, "write_trainer", noting)
+    with pytest.raises(StoreEmptiedError, match="facts of it are update 0 of epoch 1, expected update 1"):
+        await trainer.run()
+
+
+async def test_versions_that_were_collected_are_known_again(new_world: NewWorld) -> None:
+    """What the archive brings again, and what a spool still holds, was sampled from them."""
+    world = new_world("run.updates=20", "checkpoint.every_updates=1")
+    await deliver(world, *messages(world, 16), first=0)
+    first = await world.start()
+    await first.run_updates(8)
+    assert len(first.parts.publisher.store.names()) < 9
+    before = await world.board.versions()
+    empty(world)
+
+    await world.start()
+
+    assert await world.board.versions() == before
+
+
+async def test_an_older_file_of_the_newest_epoch_is_brought_up_to_date(new_world: NewWorld) -> None:
+    """A trainer keeps one epoch for days: no epoch tells that this file is old."""
+    world = new_world("run.updates=9", "checkpoint.every_updates=1")
+    await deliver(world, *messages(world, 4), first=0)
+    first = await world.start()
+    await first.run_updates(2)
+    before, stored = await world.board.versions(), first.parts.publisher.store.names()
+    _, beginning = min(before.items())
+    assert len(before) > 1
+
+    board = empty(world)
+    assert await board.new_trainer_epoch() == first.parts.epoch
+    await board.announce_version(beginning)
+    second = await world.start()
+
+    assert before.items() <= (await world.board.versions()).items()
+    assert set(stored) <= set(second.parts.publisher.store.names())
+    assert await leased(world, 1) == [4]
+
+
+@pytest.mark.parametrize("step", ["epoch", "versions", "recognised", "restore"])
+@pytest.mark.parametrize("emptied_before", [False, True])
+async def test_a_store_that_is_emptied_during_the_start_is_restored(
+    new_world: NewWorld, monkeypatch: pytest.MonkeyPatch, step: str, emptied_before: bool
+) -> None:
+    world = new_world("run.updates=9", "checkpoint.every_updates=1")
+    ids = await deliver(world, *messages(world, 5), first=0)
+    first = await world.start()
+    await first.run_updates(2)
+    before = await world.board.versions()
+    if emptied_before:
+        empty(world)
+    empty_after(monkeypatch, world, step)
+
+    second = await world.start()
+
+    assert second.parts.epoch > first.parts.epoch
+    assert before.items() <= (await world.board.versions()).items()
+    assert [row["trajectory"] for row in told(world)] == ids[4:]
+    assert await leased(world, 2) == [4, 5]
+
+
+def empty_after(monkeypatch: pytest.MonkeyPatch, world: World, step: str) -> None:
+    """Once, after this call of the store."""
+    owner = cast("object", world.board if step in ("epoch", "versions") else world.streams)
+    real = getattr(owner, step)
+
+    async def emptying(*args: object) -> object:
+        answer = await real(*args)
+        monkeypatch.undo()
+        board = MemoryBoard()
+        vars(world.board).update(vars(board))
+        vars(world.streams).update(vars(MemoryStreams(cast("MemoryBoard", world.board), samples=world.config.samples)))
+        return answer
+
+    monkeypatch.setattr(owner, step, emptying)
