@@ -538,8 +538,6 @@ async def provoke(failure: Failure, world: World) -> dict[str, Any]:
         problems.append(f"said {errors}, expected {failure.says!r}")
     if not failure.says and errors:
         problems.append(f"said {errors}, expected nothing: it does not matter")
-    if failure.ends_engine and not failure.bad_version:
-        problems += await _started_again(world)
     following = await _following(failure, world)
     problems += await _holds(world, following.version)
     if stray := {path for engine in world.engines for path in engine.asked} - ROUTES:
@@ -610,17 +608,12 @@ async def _failing_engine(failure: Failure, world: World) -> list[str]:
     return [f"{new} was in rotation on engine-0"] if any(f.in_rotation and f.version == new for f in told) else []
 
 
-async def _started_again(world: World) -> list[str]:
-    for server in world.servers:
-        await asyncio.to_thread(server.kill)
-        await asyncio.to_thread(server.start)
-    return []
-
-
 async def _following(failure: Failure, world: World) -> Manifest:
     following = await world.publish(world.checkpoints[1])
-    if failure.ends_engine and failure.bad_version:
-        await _started_again(world)
+    if failure.ends_engine:  # every engine by a bad version, otherwise the first
+        for server in world.servers if failure.bad_version else [world.server]:
+            await asyncio.to_thread(server.kill)
+            await asyncio.to_thread(server.start)
     await world.step_until(lambda: world.serves(following.version), f"the next version {following.version} to serve")
     return following
 

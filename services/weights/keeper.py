@@ -24,7 +24,7 @@ from sao.weights.base import VersionStoreError
 from sao.weights.manifest import Manifest
 from services.weights import metrics
 from services.weights.canary import Tolerance
-from services.weights.engines.base import EngineControl, EngineError, EngineUnreachableError
+from services.weights.engines.base import EngineControl, EngineError, EngineUnreachableError, UnusableAnswerError
 from services.weights.fleet import Fleet
 from services.weights.rounds import Round, VerificationError, Verified
 
@@ -240,7 +240,8 @@ class Keeper:
         except EngineError as error:
             result = "unreachable" if isinstance(error, EngineUnreachableError) else "refused"
             metrics.ROUNDS.labels(engine_id, result).inc()
-            await self._failed(version, str(error), unproven=False)
+            # No log-probs are what NaNs give, also those of finite weights that overflow: the version is at fault.
+            await self._failed(version, str(error), unproven=isinstance(error, UnusableAnswerError))
             return
         await asyncio.to_thread(store.lease, version, engine_id)
         self._undefined = False

@@ -160,12 +160,12 @@ class Round:
         with _timed("resume"):
             await self._engine.resume()
         sequences = self._manifest.canary
-        probe = loaded.primed.probe
+        with _timed("canary"):
+            probe = loaded.primed.probe
+            info, token = await asyncio.gather(self._engine.model_info(), self._engine.generate_one(probe))
+            asked = [*(sequence.token_ids for sequence in sequences), [*probe, token.token_id]]
+            *scores, fresh = await self._engine.score(asked)
         try:
-            with _timed("canary"):
-                info, token = await asyncio.gather(self._engine.model_info(), self._engine.generate_one(probe))
-                asked = [*(sequence.token_ids for sequence in sequences), [*probe, token.token_id]]
-                *scores, fresh = await self._engine.score(asked)
             found = [
                 difference
                 for sequence, score in zip(sequences, scores, strict=True)
@@ -176,8 +176,7 @@ class Round:
             metrics.CANARY_DIFFERENCES.observe(worst)
             self._tolerance.check(found)
             self._check_fresh(token, fresh[-1])
-        except (CanaryError, UnusableAnswerError) as error:
-            # No log-probs are what NaNs give, also those of finite weights that overflow: the version is at fault.
+        except CanaryError as error:
             msg = f"canary: {error}"
             raise VerificationError(msg) from error
         self._check_labels(token, info)
