@@ -13,7 +13,7 @@ from bench.weights.failures import FAILURES, Failure, World, fleet_of, provoke
 if TYPE_CHECKING:
     from tests.support.engine import EngineServer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 
 @pytest.fixture

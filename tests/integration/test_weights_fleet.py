@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 async def test_every_token_is_of_a_verified_version_and_has_its_log_prob(
     sglang_engine: EngineServer, valkey_url: str, tiny_checkpoints: tuple[Path, Path], tmp_path: Path
 ) -> None:
