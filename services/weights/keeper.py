@@ -2,6 +2,7 @@
 
 - Retries are bounded (`attempts` rounds per version), then the engine either goes back to the last good version or
   stays in quarantine.
+- A version that ends engines is tried twice, then it counts as one that they could not prove.
 - A version that other engines have proven is tried again after `cool_down_s`, as is an engine that was unreachable; a
   version that nobody has proven is not.
 - All that can be done before an engine leaves rotation is done before (staging.py); a version found damaged then never
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,7 +31,13 @@ from sao.weights.base import IncompleteVersionError, VersionStoreError
 from sao.weights.manifest import Manifest
 from services.weights import metrics
 from services.weights.canary import Tolerance
-from services.weights.engines.base import EngineControl, EngineError, EngineUnreachableError, PauseMode
+from services.weights.engines.base import (
+    EngineControl,
+    EngineError,
+    EngineUnreachableError,
+    PauseMode,
+    UnusableAnswerError,
+)
 from services.weights.engines.releases import TESTED, UnsupportedReleaseError, is_tested
 from services.weights.fleet import Fleet
 from services.weights.rounds import Round, RoundTimings, VerificationError, Verified
@@ -38,6 +46,9 @@ from services.weights.staging import Staged, on_this_host
 
 log = get_logger(__name__)
 _VERIFIED_KEPT = 16
+_LOADED = {EngineState.LOADING, EngineState.VERIFYING}
+_ENDED_AT_MOST = 2
+"""Rounds of one version in which an engine fell silent after it was told to load."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,7 @@ class Keeper:
         self._wall_clock = wall_clock
         self._failures: dict[str, int] = {}
         self._given_up: dict[str, _GivenUp] = {}
+        self._ended: Counter[str] = Counter()
         self._looked_at = float("-inf")
         self._compared_at = float("-inf")
         self._unwritten = False
@@ -227,9 +239,10 @@ class Keeper:
 
     async def _wanted(self, target: Manifest) -> str | None:
         """The version to bring the engine to now, None when there is nothing to try."""
-        if await self._may_try(target.version):
+        refused = target.version in self._fleet.refused  # also for an engine that was started anew since
+        if not refused and await self._may_try(target.version):
             return target.version
-        if not self._given_up[target.version].unproven:
+        if not refused and not self._given_up[target.version].unproven:
             return None
         good = await asyncio.to_thread(self._fleet.last_good, target.version)
         return good if good is not None and await self._may_try(good) else None
@@ -322,7 +335,7 @@ class Keeper:
             self._fleet.ended(engine_id, version, error=str(error))
             result = "unreachable" if isinstance(error, EngineUnreachableError) else "refused"
             metrics.ROUNDS.labels(engine_id, result).inc()
-            await self._failed(version, str(error), unproven=False)
+            await self._failed(version, str(error), unproven=self._blames_version(version, error))
             return
         await asyncio.to_thread(store.lease, version, engine_id)
         self._undefined = False
@@ -339,6 +352,19 @@ class Keeper:
     def _mode(self, version: str) -> PauseMode:
         forward = self.facts.state is EngineState.SERVING and not self._undefined and version > self.facts.version
         return self._settings.mode if forward or self._settings.mode is not PauseMode.IN_PLACE else PauseMode.RETRACT
+
+    def _blames_version(self, version: str, error: EngineError) -> bool:
+        """Whether the version is at fault: it gives no log-probs, or it has ended this engine again.
+
+        No log-probs are what NaNs give, and finite weights that overflow. Once is a coincidence, and what has nothing
+        proven before it is tried for ever.
+        """
+        if isinstance(error, UnusableAnswerError):
+            return True
+        ended = isinstance(error, EngineUnreachableError) and self.facts.state in _LOADED
+        self._ended[version] += ended
+        proven = version in self._fleet.evidence
+        return self._ended[version] >= _ENDED_AT_MOST and not proven and self._fleet.last_good(version) is not None
 
     async def _serve(self, verified: Verified) -> None:
         manifest = verified.evidence.manifest
