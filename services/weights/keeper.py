@@ -406,6 +406,8 @@ class Keeper:
             retry_at = self._clock() + self._settings.cool_down_s
             label = await self._label()
             self._given_up[version] = _GivenUp(retry_at, label or "", unproven)
+            for given_up in self._given_up.values():  # what this round has left there is no sign of a restart
+                given_up.label = label or given_up.label
             if unproven:
                 self._fleet.failed_verification(version, self._engine.engine_id, error)
         await self._quarantine(error)
