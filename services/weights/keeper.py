@@ -7,8 +7,9 @@
 - All that can be done before an engine leaves rotation is done before (staging.py); a version found damaged then never
   costs the engine what it serves.
 - An engine that serves leaves rotation only with a slot (slots.py); while it waits for one it goes on serving.
-- Without a flush (`PauseMode.IN_PLACE`) an engine only goes forward, from a version it serves: every other round begins
-  with an empty cache, so that no salt ever comes back to keys and values of other weights.
+- Without a flush (`PauseMode.IN_PLACE`) an engine only goes forward, from a version it serves to one newer than all it
+  ever served: every other round begins with an empty cache, so that no salt ever comes back to keys and values of other
+  weights. On the way back a request of the newer version is computed under the older, and cached under the newer salt.
 - An engine whose label is not ours was restarted, whatever it says otherwise: it goes through a full round again.
 - The board may lose what it was told: the facts are compared with it every `probe_s`, and written again. That an engine
   serves is never written on the strength of memory alone; its label is asked first.
@@ -111,10 +112,13 @@ class Keeper:
     async def restore(self) -> None:
         """Take over the list of proven versions; everything else has to be proven again."""
         earlier = (await self._fleet.board.engines()).get(self._engine.engine_id)
+        leases = await asyncio.to_thread(self._fleet.store.leases)
         now = self._wall_clock()
         verified = list(earlier.verified) if earlier is not None else []
-        # A process that ended in the middle of a round has told nobody what its engine was left with.
-        doubted_s = earlier.doubted_s if earlier is not None and earlier.in_rotation else now
+        # A process that ended in the middle of a round has told nobody what its engine was left with. A board that lost
+        # its last second says that it served; the lease that a round begins with is not lost.
+        sure = earlier is not None and earlier.in_rotation and self.loading not in leases
+        doubted_s = earlier.doubted_s if earlier is not None and sure else now
         facts = {"verified": verified, "doubted_s": doubted_s, "since_s": now}
         await self._write(self.facts.model_copy(update=facts))
 
@@ -324,6 +328,10 @@ class Keeper:
             metrics.ROUNDS.labels(engine_id, result).inc()
             await self._failed(version, str(error), unproven=False)
             return
+        except StreamUnavailableError:
+            # The next attempt resumes what this one left behind, loaded or not: a turn that crosses it proves nothing.
+            self.facts = self.facts.model_copy(update={"doubted_s": self._wall_clock()})
+            raise
         await asyncio.to_thread(store.lease, version, engine_id)
         self._undefined = False
         self._fleet.ended(engine_id, version, timings=verified.timings)
@@ -337,7 +345,8 @@ class Keeper:
         await asyncio.to_thread(store.release, self.loading)
 
     def _mode(self, version: str) -> PauseMode:
-        forward = self.facts.state is EngineState.SERVING and not self._undefined and version > self.facts.version
+        newer = version > max(self.facts.verified, default="")
+        forward = self.facts.state is EngineState.SERVING and not self._undefined and newer
         return self._settings.mode if forward or self._settings.mode is not PauseMode.IN_PLACE else PauseMode.RETRACT
 
     async def _serve(self, verified: Verified) -> None:

@@ -365,3 +365,34 @@ async def test_a_target_that_no_engine_has_begun_to_load_is_not_collected(world:
     world.store.collect(1)
     await world.settle()
     assert (await world.facts()).version == target.version
+
+
+@pytest.mark.parametrize("state", [EngineState.QUIESCED, EngineState.LOADING, EngineState.VERIFYING])
+async def test_what_an_engine_serves_is_in_doubt_when_the_board_cuts_its_round_short(
+    world: World, state: EngineState
+) -> None:
+    await world.publish(1)
+    await world.settle()
+    sure = (await world.facts()).doubted_s
+    await world.publish(2)
+    world.board.outage_at = state
+    with pytest.raises(StreamUnavailableError):
+        await world.settle()
+    seen = len(world.board.history)
+    await world.settle()
+    assert (await world.facts()).state is EngineState.SERVING
+    assert all(facts.doubted_s > sure for facts in world.board.history[seen:])
+
+
+async def test_a_round_that_a_board_forgot_is_in_doubt_for_the_next_process(world: World) -> None:
+    await world.publish(1)
+    await world.settle()
+    served = await world.facts()
+    await world.publish(2)
+    world.board.outage_at = EngineState.VERIFYING
+    with pytest.raises(StreamUnavailableError):
+        await world.settle()
+    await world.board.write_engine(served)
+    world.start()
+    await world.restore()
+    assert (await world.facts()).doubted_s > served.doubted_s
