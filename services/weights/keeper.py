@@ -3,7 +3,8 @@
 - Retries are bounded (`attempts` rounds per version), then the engine either goes back to the last good version or
   stays in quarantine.
 - A version that other engines have proven is tried again after `cool_down_s`, as is an engine that was unreachable; a
-  version that nobody has proven is not.
+  version that nobody could prove is not. One that the engine answers with an error is tried again ever later, up to
+  `_REFUSED_MOST` times `cool_down_s`, for each try takes it out of rotation.
 - All that can be done before an engine leaves rotation is done before (staging.py); a version found damaged then never
   costs the engine what it serves.
 - An engine that serves leaves rotation only with a slot (slots.py); while it waits for one it goes on serving.
@@ -39,6 +40,7 @@ from services.weights.staging import Staged, on_this_host
 
 log = get_logger(__name__)
 _VERIFIED_KEPT = 16
+_REFUSED_MOST = 8
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,10 @@ class _GivenUp:
 
     retry_at: float
     label: str
+    """What the engine was left with by us."""
     unproven: bool
+    refused: bool = False
+    """The engine answered, with an error: what it served before may still load."""
 
 
 class Keeper:
@@ -88,6 +93,8 @@ class Keeper:
         self._wall_clock = wall_clock
         self._failures: dict[str, int] = {}
         self._given_up: dict[str, _GivenUp] = {}
+        self._refused: dict[str, int] = {}
+        """How often each version was given up because the engine answered with an error."""
         self._looked_at = float("-inf")
         self._compared_at = float("-inf")
         self._unwritten = False
@@ -233,7 +240,8 @@ class Keeper:
         """The version to bring the engine to now, None when there is nothing to try."""
         if await self._may_try(target.version):
             return target.version
-        if not self._given_up[target.version].unproven:
+        given_up = self._given_up[target.version]
+        if not (given_up.unproven or given_up.refused):
             return None
         good = await asyncio.to_thread(self._fleet.last_good, target.version)
         return good if good is not None and await self._may_try(good) else None
@@ -324,9 +332,9 @@ class Keeper:
             return
         except EngineError as error:
             self._fleet.ended(engine_id, version, error=str(error))
-            result = "unreachable" if isinstance(error, EngineUnreachableError) else "refused"
-            metrics.ROUNDS.labels(engine_id, result).inc()
-            await self._failed(version, str(error), unproven=False)
+            refused = not isinstance(error, EngineUnreachableError)
+            metrics.ROUNDS.labels(engine_id, "refused" if refused else "unreachable").inc()
+            await self._failed(version, str(error), unproven=False, refused=refused)
             return
         except StreamUnavailableError:
             # The next attempt resumes what this one left behind, loaded or not: a turn that crosses it proves nothing.
@@ -363,6 +371,8 @@ class Keeper:
         )
         self._looked_at = self._clock()
         self._failures.pop(manifest.version, None)
+        self._refused.pop(manifest.version, None)
+        self._left_with(manifest.version)
         self._served_update = manifest.update
         metrics.SERVING_UPDATE.labels(self._engine.engine_id).set(manifest.update)
         self._fleet.proven(verified.evidence)
@@ -380,18 +390,26 @@ class Keeper:
         metrics.PAUSED_RATIO.labels(engine_id).set(self._paused_s / elapsed_s if elapsed_s else 0.0)
         metrics.LOADED_BYTES.labels(engine_id).inc(timings.bytes)
 
-    async def _failed(self, version: str, error: str, *, unproven: bool) -> None:
+    async def _failed(self, version: str, error: str, *, unproven: bool, refused: bool = False) -> None:
         self._failures[version] = self._failures.get(version, 0) + 1
         log.error(
             "round failed", engine=self._engine.engine_id, version=version, attempt=self._failures[version], error=error
         )
         if self._failures[version] >= self._settings.attempts:
-            retry_at = self._clock() + self._settings.cool_down_s
-            label = await self._label()
-            self._given_up[version] = _GivenUp(retry_at, label or "", unproven)
+            times = self._refused[version] = self._refused.get(version, 0) + refused
+            later = min(2 ** max(times - 1, 0), _REFUSED_MOST) if refused else 1
+            retry_at = self._clock() + later * self._settings.cool_down_s
+            label = await self._label() or ""
+            self._given_up[version] = _GivenUp(retry_at, label, unproven, refused)
+            self._left_with(label)
             if unproven:
                 self._fleet.failed_verification(version, self._engine.engine_id, error)
         await self._quarantine(error)
+
+    def _left_with(self, label: str) -> None:
+        """A later attempt with another version changes the label, too; only what we did not do is a restart."""
+        for given_up in self._given_up.values():
+            given_up.label = label
 
     async def _quarantine(self, error: str) -> None:
         self._undefined = True

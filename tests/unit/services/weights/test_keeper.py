@@ -396,3 +396,60 @@ async def test_a_round_that_a_board_forgot_is_in_doubt_for_the_next_process(worl
     world.start()
     await world.restore()
     assert (await world.facts()).doubted_s > served.doubted_s
+
+
+async def test_a_version_whose_log_probs_no_engine_can_compute_is_refused_and_the_last_good_one_serves(
+    pair: World,
+) -> None:
+    good = await pair.publish(1)
+    await pair.settle()
+    bad = f"v{int(good.version[1:]) + 1:08d}"
+    for engine in pair.engines:
+        engine.faults.overflow_versions = {bad}
+    assert (await pair.publish(2)).version == bad
+    await pair.settle()
+    assert [(await pair.facts(index)).version for index in range(2)] == [good.version] * 2
+    assert [(await pair.facts(index)).in_rotation for index in range(2)] == [True] * 2
+    assert "log-prob None" in pair.fleet.refused[bad]
+
+
+async def test_a_version_that_every_engine_refuses_to_load_leaves_the_last_good_one_serving(pair: World) -> None:
+    good = await pair.publish(1)
+    await pair.settle()
+    bad = f"v{int(good.version[1:]) + 1:08d}"
+    for engine in pair.engines:
+        engine.faults.refuse_versions = {bad}
+    await pair.publish(2)
+    await pair.settle()
+
+    async def served() -> list[tuple[str, bool]]:
+        facts = [await pair.facts(index) for index in range(2)]
+        return [(one.version, one.in_rotation) for one in facts]
+
+    assert await served() == [(good.version, True)] * 2
+    assert bad not in pair.fleet.refused, "what refuses it may be mended, like a file system that is not mounted"
+    tried = [engine.calls.count("pause") for engine in pair.engines]
+    for _ in range(10):
+        await pair.settle(10.0)
+    again = [(engine.calls.count("pause") - before) for engine, before in zip(pair.engines, tried, strict=True)]
+    assert await served() == [(good.version, True)] * 2
+    assert all(0 < pauses <= 9 for pauses in again), f"three times in 100 s, each later than the one before: {again}"
+    for engine in pair.engines:
+        engine.faults.refuse_versions = ()
+    await pair.settle(80.0)
+    await pair.settle(10.0)
+    assert await served() == [(bad, True)] * 2
+
+
+async def test_an_engine_that_fails_the_last_good_version_too_is_left_alone_for_the_cool_down(pair: World) -> None:
+    """Each attempt leaves another label behind, which is not a restart."""
+    await pair.publish(1)
+    await pair.settle()
+    pair.engines[0].faults.scramble_load = True
+    await pair.publish(2)
+    await pair.settle()
+    assert (await pair.facts(0)).state is EngineState.QUARANTINED
+    loads = pair.engines[0].calls.count("load")
+    for _ in range(4):
+        await pair.settle(2.0)
+    assert pair.engines[0].calls.count("load") == loads
