@@ -159,7 +159,7 @@ class Fleet:
         """Look at the board once; whether the target changed."""
         turn, pin = self.holds.turn, self.holds.control.pin
         manifest = await self._pinned(pin.version) if pin is not None else await self._newest_good()
-        if manifest is None or not await self._keep(manifest.version):
+        if manifest is None or not await self.keep(manifest.version):
             return False
         if turn != self.holds.turn:  # somebody decided otherwise meanwhile
             return False
@@ -168,7 +168,7 @@ class Fleet:
             await self.holds.accept(manifest.version)
         return changed
 
-    async def _keep(self, version: str) -> bool:
+    async def keep(self, version: str) -> bool:
         """Have the target stay in the store though no engine has begun to load it; False when it has gone already."""
         try:
             await asyncio.to_thread(self.store.lease, version, TARGET_LEASE)
@@ -341,8 +341,8 @@ class Fleet:
         self._engine_ids.discard(engine_id)
 
     def last_good(self, excluding: str) -> str | None:
-        """The version proven last, other than `excluding`, that nobody holds and the store still has."""
-        usable = set(self.store.names()) - self.holds.control.held.keys() - {excluding}
+        """The version proven last, other than `excluding`, that nobody holds, nothing refuses and the store still has."""
+        usable = set(self.store.names()) - self.holds.control.held.keys() - self.refused.keys() - {excluding}
         return next((name for name in reversed(self._good) if name in usable), None)
 
     async def collect(self) -> None:
