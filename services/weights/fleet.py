@@ -162,6 +162,8 @@ class Fleet:
         if manifest is None or not await self.keep(manifest.version):
             return False
         if turn != self.holds.turn:  # somebody decided otherwise meanwhile
+            if self.target is not None:
+                await self.keep(self.target.version)
             return False
         changed = self.aim(manifest)
         if pin is None:
@@ -341,7 +343,7 @@ class Fleet:
         self._engine_ids.discard(engine_id)
 
     def last_good(self, excluding: str) -> str | None:
-        """The version proven last, other than `excluding`, that nobody holds, nothing refuses and the store still has."""
+        """The version proven last, but not `excluding`, that nobody holds, nothing refuses and the store still has."""
         usable = set(self.store.names()) - self.holds.control.held.keys() - self.refused.keys() - {excluding}
         return next((name for name in reversed(self._good) if name in usable), None)
 

@@ -158,7 +158,9 @@ class Keeper:
             return serving and self._due() and not await self._still_serves()
         if not await self._stage(wanted):
             return False
-        if serving and not self._slots.take(self._engine.engine_id):
+        if not serving:  # it may have asked while it still did
+            self._slots.withdraw(self._engine.engine_id)
+        elif not self._slots.take(self._engine.engine_id):
             return self._due() and not await self._still_serves()
         self._slots.stands(self._engine.engine_id, Standing.COMING)
         try:
@@ -335,6 +337,8 @@ class Keeper:
             refused = not isinstance(error, EngineUnreachableError)
             metrics.ROUNDS.labels(engine_id, "refused" if refused else "unreachable").inc()
             await self._failed(version, str(error), unproven=False, refused=refused)
+            if not refused and version in self._given_up:
+                self._answers = False  # tried again when it answers: until then it holds nobody back
             return
         except StreamUnavailableError:
             # The next attempt resumes what this one left behind, loaded or not: a turn that crosses it proves nothing.

@@ -264,7 +264,7 @@ async def test_old_versions_are_collected_but_not_what_an_engine_holds(pair: Wor
     pair.engines[0].faults.hang = {"pause"}
     for seed in (2, 3, 4):
         await pair.publish(seed)
-        await pair.settle()
+        await pair.settle(1.5)  # one that did not answer is asked once a second
     await pair.fleet.collect()
     names = pair.store.names()
     assert pair.store.leases()["engine-0"] == first

@@ -233,6 +233,7 @@ async def test_what_was_being_looked_at_when_somebody_decided_does_not_overrule_
     await asked(client, f"{URL}/{old.version}:activate")
     go_on.set()
     await publishing
+    assert world.store.leases()["target"] == old.version
     assert await serving(world) == {old.version}
 
 
