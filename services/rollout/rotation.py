@@ -1,6 +1,7 @@
 """Which engine the next turn runs on, and when a finished turn may be believed.
 
-- A turn starts only on an engine in rotation, as the board said at most `refresh_s` ago.
+- A turn starts only on an engine in rotation, as the board said when it last answered: at most `refresh_s` ago, unless
+  it is away. No turn is believed then until it answers.
 - Where engines come and go, one that the board names gets a client, and one that it names no more loses it when its
   last turn has ended; the board names an engine before it is in rotation.
 - A finished turn is withheld until its engine has passed the canary of every version that sampled it: turns that

@@ -259,7 +259,7 @@ async def test_an_engine_that_serves_no_more_keeps_no_place_before_those_that_do
     await world.publish(1)
     await world.settle()
     await world.publish(2)
-    first, second, third = world.keepers
+    _, second, third = world.keepers
     assert world.slots.take("engine-0")
     await second.step()
     await third.step()
