@@ -249,15 +249,20 @@ class Fleet:
         made_from = (trainer.version, self.holds.turn, self._refusals)
         if made_from == self._decided:
             return None
-        usable = set(await self.board.versions()) & set(await asyncio.to_thread(self.store.names))
-        if trainer.version not in usable:
+        announced, stored = set(await self.board.versions()), set(await asyncio.to_thread(self.store.names))
+        usable, late = announced & stored, trainer.version not in stored
+        if trainer.version not in announced or (late and self.target is not None):
             return None
+        if late and self._missing != trainer.version:
+            self._missing = trainer.version
+            log.error("the newest version is not in the store, an earlier one is looked for", version=trainer.version)
         for version in sorted((name for name in usable if name <= trainer.version), reverse=True):
             if (manifest := await self._if_good(version)) is not None:
                 break
         else:
             manifest = None
-        self._decided = made_from
+        if not late:
+            self._decided = made_from
         return manifest
 
     async def _if_good(self, version: str) -> Manifest | None:

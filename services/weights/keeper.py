@@ -108,6 +108,7 @@ class Keeper:
         self.last_round: RoundTimings | None = None
         """Of the newest one that succeeded."""
         self._local = on_this_host(engine.url)
+        self._reading: tuple[str, asyncio.Future[Staged]] | None = None
         self._staged: Staged | None = None
         """For the round that is due."""
         self._began = clock()
@@ -131,6 +132,13 @@ class Keeper:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the engine until told to stop; a round in progress is finished first."""
+        try:
+            await self._keep(stop)
+        finally:
+            if self._reading is not None:
+                self._reading[1].cancel()
+
+    async def _keep(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             try:
                 acted = await self.step()
@@ -157,7 +165,7 @@ class Keeper:
             self._stand(Standing.AWAY)
             return serving and self._due() and not await self._still_serves()
         if not await self._stage(wanted):
-            return False
+            return serving and self._due() and not await self._still_serves()
         if not serving:  # it may have asked while it still did
             self._slots.withdraw(self._engine.engine_id)
         elif not self._slots.take(self._engine.engine_id):
@@ -288,21 +296,30 @@ class Keeper:
         return f"{self._engine.engine_id}.loading"
 
     async def _stage(self, version: str) -> bool:
-        """Whether the version's files are ready for the engine; one that is damaged is not tried for a while."""
+        """Whether the version's files are ready for the engine; one that is damaged is not tried for a while.
+
+        Reading may take minutes: after `probe_s` there are other things to look at.
+        """
         if self._staged is not None and self._staged.version == version:
             return True
-        await asyncio.to_thread(self._fleet.store.lease, version, self.loading)
+        if self._reading is None:
+            await asyncio.to_thread(self._fleet.store.lease, version, self.loading)
+            self._reading = version, asyncio.ensure_future(self._fleet.staging.stage(version, local=self._local))
+        found, reading = self._reading
+        if not (await asyncio.wait([reading], timeout=self._settings.probe_s))[0]:
+            return False
+        self._reading = None
         try:
-            self._staged = await self._fleet.staging.stage(version, local=self._local)
+            self._staged = reading.result()
         except IncompleteVersionError as error:
             retry_at = self._clock() + self._settings.cool_down_s
-            self._given_up[version] = _GivenUp(retry_at, await self._label() or "", unproven=True)
-            if version not in self._fleet.refused:
-                self._fleet.refuse(version, "files", str(error))
+            self._given_up[found] = _GivenUp(retry_at, await self._label() or "", unproven=True)
+            if found not in self._fleet.refused:
+                self._fleet.refuse(found, "files", str(error))
             if self.facts.state is not EngineState.SERVING:
                 await self._quarantine(str(error))
             return False
-        return True
+        return found == version  # else another one is wanted by now
 
     async def _bring_to(self, version: str) -> None:
         store, engine_id = self._fleet.store, self._engine.engine_id

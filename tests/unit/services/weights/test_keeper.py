@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from sao.streams.base import StreamUnavailableError
 from sao.weights.base import IncompleteVersionError
 from sao.weights.manifest import Manifest
 from services.weights.preflight import directory_layout
+from services.weights.staging import Staged
 from tests.support.versions import announce, floats, publish_checkpoint, write_safetensors, write_toy_checkpoint
+from tests.support.waiting import eventually
 from tests.unit.services.weights.world import SERVED, World
 
 
@@ -453,3 +457,54 @@ async def test_an_engine_that_fails_the_last_good_version_too_is_left_alone_for_
     for _ in range(4):
         await pair.settle(2.0)
     assert pair.engines[0].calls.count("load") == loads
+
+
+async def test_an_engine_is_looked_at_while_a_version_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a large version takes minutes; meanwhile engines are restarted and boards are emptied."""
+    await world.publish(1)
+    await world.settle()
+    stage, go_on = world.fleet.staging.stage, asyncio.Event()
+
+    async def slowly(version: str, *, local: bool) -> Staged:
+        await go_on.wait()
+        return await stage(version, local=local)
+
+    monkeypatch.setattr(world.fleet.staging, "stage", slowly)
+    monkeypatch.setattr(world.keepers[0], "_settings", dataclasses.replace(world.keepers[0]._settings, probe_s=0.01))
+    version = (await world.publish(2)).version
+    world.engines[0].restart()
+    world.now += 1.5
+    await world.keepers[0].step()
+    assert "it was restarted" in (await world.facts()).error
+    world.board.empty()
+    world.now += 1.5
+    await world.keepers[0].step()
+    assert (await world.facts()).state is EngineState.QUARANTINED
+    go_on.set()
+
+    async def serves() -> bool:
+        await world.settle(1.5)
+        return (await world.facts()).version == version
+
+    await eventually(serves, what="the version that was read")
+
+
+async def test_a_start_that_finds_the_newest_version_gone_serves_the_one_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = (await world.publish(1)).version
+    await world.settle()
+    lost = (await world.publish(2)).version
+    await world.settle()
+    world.start()
+    names = world.store.names
+    with monkeypatch.context() as patch:
+        patch.setattr(world.store, "names", lambda: [name for name in names() if name != lost])
+        await world.restore()
+        await world.fleet.follow()
+        await world.settle()
+        assert (await world.facts()).version == good
+        await world.fleet.follow()
+    await world.fleet.follow()
+    await world.settle()
+    assert (await world.facts()).version == lost, "it was only late"
