@@ -27,6 +27,10 @@ from bench.fuzz.run import Share
 from bench.fuzz.run import fuzz as fuzz_services
 from bench.soak.run import soak as soak_services
 from bench.transitions.run import prove as kill_engine_in
+from bench.weights.failures import prove as provoke_failures
+from bench.weights.fleet import prove as publish_to_a_fleet
+from bench.weights.rollback import prove as roll_back
+from bench.weights.sync import prove as measure_sync
 from sao.board.base import EngineState
 from sao.config import load_run_config
 from sao.curves import moving_average
@@ -185,6 +189,26 @@ def transitions(case: str, run: Path) -> dict[str, Any]:
     return kill_engine_in(EngineState(case), run)
 
 
+WEIGHTS = {
+    "failures": provoke_failures,
+    "fleet": publish_to_a_fleet,
+    "sync": measure_sync,
+    "rollback": roll_back,
+}
+
+
+def weights(case: str, run: Path) -> dict[str, Any]:
+    """Bar: (failures) every failure of a weight update that a real engine has, provoked on two of them: the service
+    says which engine and why, and no unproven version is ever in rotation. (fleet) Three engines under continuous
+    generation through 50 versions, one killed and one stopped: every token is of a version verified on its engine, no
+    episode is lost, every log-prob is the named version's to 1e-4. (sync) 103 M parameters: commit to serving takes at
+    most 1.5 of a copy and a plain reload, the pause at most a quarter of it. (rollback) From the POST until three
+    engines under load serve the old version takes at most 1.5 of a publication; publishing then waits for `:resume`.
+    """
+    run.mkdir(parents=True)
+    return WEIGHTS[case](run)
+
+
 SEEDS = ("0", "1", "2")
 
 
@@ -204,6 +228,7 @@ PROOFS: dict[str, Proof] = {
     "fuzz": Proof(fuzz, tuple(map(str, range(FUZZ_BLOCKS)))),
     "soak": Proof(soak, ("0",)),
     "transitions": Proof(transitions, tuple(state.value for state in EngineState)),
+    "weights": Proof(weights, tuple(WEIGHTS)),
     "stability": Proof(stability, ("sao-0", "sao-1", "sao-2", "vapo-0", "grpo_async-0")),
 }
 

@@ -2,6 +2,7 @@
 
 - Retries are bounded (`attempts` rounds per version), then the engine either goes back to the last good version or
   stays in quarantine.
+- A version that ends engines is tried twice, then it counts as one that they could not prove.
 - A version that other engines have proven is tried again after `cool_down_s`, as is an engine that was unreachable; a
   version that nobody could prove is not. One that the engine answers with an error is tried again ever later, up to
   `_REFUSED_MOST` times `cool_down_s`, for each try takes it out of rotation.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,7 +33,13 @@ from sao.weights.base import IncompleteVersionError, VersionStoreError
 from sao.weights.manifest import Manifest
 from services.weights import metrics
 from services.weights.canary import Tolerance
-from services.weights.engines.base import EngineControl, EngineError, EngineUnreachableError, PauseMode
+from services.weights.engines.base import (
+    EngineControl,
+    EngineError,
+    EngineUnreachableError,
+    PauseMode,
+    UnusableAnswerError,
+)
 from services.weights.engines.releases import TESTED, UnsupportedReleaseError, is_tested
 from services.weights.fleet import Fleet
 from services.weights.rounds import Round, RoundTimings, VerificationError, Verified
@@ -41,6 +49,9 @@ from services.weights.staging import Staged, on_this_host
 log = get_logger(__name__)
 _VERIFIED_KEPT = 16
 _REFUSED_MOST = 8
+_LOADED = {EngineState.LOADING, EngineState.VERIFYING}
+_ENDED_AT_MOST = 2
+"""Rounds of one version in which an engine fell silent after it was told to load."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,7 @@ class Keeper:
         self._given_up: dict[str, _GivenUp] = {}
         self._refused: dict[str, int] = {}
         """How often each version was given up because the engine answered with an error."""
+        self._ended: Counter[str] = Counter()
         self._looked_at = float("-inf")
         self._compared_at = float("-inf")
         self._unwritten = False
@@ -235,6 +247,7 @@ class Keeper:
                     await self._write(self.facts.model_copy(update={"error": str(error)}))
             return False
         self._answers, self._silence = True, ""
+        self._looked_at = float("-inf")  # it may have been started anew: its label is news
         if not tested:
             log.warning("untested SGLang release", engine=self._engine.engine_id, found=release, tested=TESTED)
         await self._fleet.meet(info.model_path)
@@ -248,10 +261,11 @@ class Keeper:
 
     async def _wanted(self, target: Manifest) -> str | None:
         """The version to bring the engine to now, None when there is nothing to try."""
-        if await self._may_try(target.version):
+        refused = target.version in self._fleet.refused  # also for an engine that was started anew since
+        if not refused and await self._may_try(target.version):
             return target.version
-        given_up = self._given_up[target.version]
-        if not (given_up.unproven or given_up.refused):
+        given_up = self._given_up.get(target.version)
+        if not refused and given_up is not None and not (given_up.unproven or given_up.refused):
             return None
         good = await asyncio.to_thread(self._fleet.last_good, target.version)
         return good if good is not None and await self._may_try(good) else None
@@ -351,10 +365,10 @@ class Keeper:
             return
         except EngineError as error:
             self._fleet.ended(engine_id, version, error=str(error))
-            refused = not isinstance(error, EngineUnreachableError)
-            metrics.ROUNDS.labels(engine_id, "refused" if refused else "unreachable").inc()
-            await self._failed(version, str(error), unproven=False, refused=refused)
-            if not refused and version in self._given_up:
+            silent = isinstance(error, EngineUnreachableError)
+            metrics.ROUNDS.labels(engine_id, "unreachable" if silent else "refused").inc()
+            await self._failed(version, str(error), unproven=self._blames_version(version, error), refused=not silent)
+            if silent and version in self._given_up:
                 self._answers = False  # tried again when it answers: until then it holds nobody back
             return
         except StreamUnavailableError:
@@ -377,6 +391,19 @@ class Keeper:
         newer = version > max(self.facts.verified, default="")
         forward = self.facts.state is EngineState.SERVING and not self._undefined and newer
         return self._settings.mode if forward or self._settings.mode is not PauseMode.IN_PLACE else PauseMode.RETRACT
+
+    def _blames_version(self, version: str, error: EngineError) -> bool:
+        """Whether the version is at fault: it gives no log-probs, or it has ended this engine again.
+
+        No log-probs are what NaNs give, and finite weights that overflow. Once is a coincidence, and what has nothing
+        proven before it is tried for ever.
+        """
+        if isinstance(error, UnusableAnswerError):
+            return True
+        ended = isinstance(error, EngineUnreachableError) and self.facts.state in _LOADED
+        self._ended[version] += ended
+        proven = version in self._fleet.evidence
+        return self._ended[version] >= _ENDED_AT_MOST and not proven and self._fleet.last_good(version) is not None
 
     async def _serve(self, verified: Verified) -> None:
         manifest = verified.evidence.manifest
@@ -420,9 +447,10 @@ class Keeper:
             times = self._refused[version] = self._refused.get(version, 0) + refused
             later = min(2 ** max(times - 1, 0), _REFUSED_MOST) if refused else 1
             retry_at = self._clock() + later * self._settings.cool_down_s
-            label = await self._label() or ""
-            self._given_up[version] = _GivenUp(retry_at, label, unproven, refused)
-            self._left_with(label)
+            label = await self._label()
+            self._given_up[version] = _GivenUp(retry_at, label or "", unproven, refused)
+            if label is not None:
+                self._left_with(label)
             if unproven:
                 self._fleet.failed_verification(version, self._engine.engine_id, error)
         await self._quarantine(error)

@@ -205,7 +205,7 @@ class Round:
         started = time.monotonic()
         checksums = await self._checksums()
         sequences = self._manifest.canary
-        with _timed("canary"), self._provable():
+        with _timed("canary"):
             probe = loaded.primed.probe
             fresh_token = self._engine.generate_one(probe, salt=self._salts[1])
             info, token = await asyncio.gather(self._engine.model_info(), fresh_token)
@@ -236,14 +236,6 @@ class Round:
             bytes=sum(file.size for file in self._manifest.files),
         )
         return Verified(Evidence(self._manifest, checksums), worst, timings)
-
-    @contextmanager
-    def _provable(self) -> Iterator[None]:
-        """Finite weights may have log-probs that are not: the engine answered, and what it holds is no policy."""
-        try:
-            yield
-        except UnusableAnswerError as error:
-            raise VerificationError(str(error)) from error
 
     def _check_fresh(self, token: GeneratedToken, scored: float) -> None:
         """Prompt scoring bypasses the prefix cache, so only a generated token shows keys and values of old weights."""

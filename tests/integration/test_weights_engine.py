@@ -1,4 +1,4 @@
-"""Rounds of the weights service on a real SGLang server, with transformers as the oracle."""
+"""Rounds of the weights service on a real SGLang server that does not fail, with transformers as the oracle."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from safetensors.torch import load_file, save_file
 
 from sao.board.base import EngineState
 from sao.board.memory import MemoryBoard
@@ -30,8 +29,6 @@ from tests.support.versions import CANARY, announce, publish_checkpoint
 from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tests.support.engine import EngineServer
 
 pytestmark = pytest.mark.engine
@@ -47,14 +44,6 @@ def transformers_logprobs(directory: Path, token_ids: Sequence[int]) -> list[flo
         logp = torch.log_softmax(model(ids).logits[0].float(), -1)
     found: list[float] = logp[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
     return found
-
-
-class StaleEngine(SGLangEngine):
-    """A server whose prefix cache outlives updates, as one that is told not to flush (and says that it did)."""
-
-    async def load(self, path: Path, version: str, *, flush: bool = True) -> None:
-        request = {"model_path": str(path), "weight_version": version, "flush_cache": False}
-        await self._send("load", "POST", "/update_weights_from_disk", json=request, headers={})
 
 
 @dataclass
@@ -85,9 +74,9 @@ class Service:
                 return
 
 
-def service_on(url: str, root: Path, kind: type[SGLangEngine] = SGLangEngine) -> Service:
+def service_on(url: str, root: Path) -> Service:
     board, store = MemoryBoard(), FileSystemVersionStore(root, 0)
-    engine = kind("engine-0", url, deadline_s=20.0)
+    engine = SGLangEngine("engine-0", url, deadline_s=20.0)
     fleet = Fleet(board, store, ["engine-0"], keep_versions=4, holds=Holds(ControlFile(root / CONTROL_FILE)))
     settings = KeeperSettings(attempts=1, poll_s=0.01, probe_s=0.0)
     return Service(board, store, fleet, Keeper(engine, fleet, settings, Exact(1e-4), Health(60)), engine)
@@ -120,70 +109,6 @@ async def test_two_versions_round_trip_with_the_log_probs_of_transformers(
         for ids, found in zip(held_out, await service.engine.score(held_out), strict=True):
             assert found == pytest.approx(transformers_logprobs(source, ids), abs=1e-5)
     assert len(service.keeper.facts.verified) == 3
-
-
-def _fused(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.0.mlp.experts.gate_up_proj"] = tensors.pop("model.layers.0.mlp.experts.0.gate_proj.weight")
-
-
-def _half(tensors: dict[str, Tensor]) -> None:
-    for name in sorted(tensors)[::2]:
-        del tensors[name]
-
-
-def _nan(tensors: dict[str, Tensor]) -> None:
-    tensors["lm_head.weight"][0, 0] = math.nan
-
-
-def _shape(tensors: dict[str, Tensor]) -> None:
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
-
-
-@pytest.mark.parametrize("spoil", [_fused, _half, _nan, _shape])
-async def test_a_broken_version_never_reaches_the_engine(
-    service: Service,
-    tiny_checkpoints: tuple[Path, Path],
-    tmp_path: Path,
-    spoil: Callable[[dict[str, Any]], None],
-) -> None:
-    good = await service.publish(tiny_checkpoints[0])
-    await service.settle()
-    before = await service.engine.checksums()
-    tensors = load_file(tiny_checkpoints[1] / "model.safetensors")
-    spoil(tensors)
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "config.json").write_bytes((tiny_checkpoints[1] / "config.json").read_bytes())
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    bad = await service.publish(broken, lambda _, ids: [-1.0] * (len(ids) - 1))
-    await service.settle()
-    assert bad.version in service.fleet.refused
-    assert await service.engine.checksums() == before
-    assert (await service.engine.model_info()).weight_version == good.version
-    assert service.keeper.facts.in_rotation
-
-
-async def test_a_canary_of_another_policy_is_rolled_back(service: Service, tiny_checkpoints: tuple[Path, Path]) -> None:
-    """Right files, wrong arithmetic: what a transposed layout looks like from outside."""
-    good = await service.publish(tiny_checkpoints[0])
-    await service.settle()
-    bad = await service.publish(tiny_checkpoints[1], lambda _, ids: transformers_logprobs(tiny_checkpoints[0], ids))
-    await service.settle()
-    assert bad.version in service.fleet.refused
-    assert (service.keeper.facts.state, service.keeper.facts.version) == (EngineState.SERVING, good.version)
-    found = (await service.engine.score([CANARY[0]]))[0]
-    assert found == pytest.approx(transformers_logprobs(tiny_checkpoints[0], CANARY[0]), abs=1e-5)
-
-
-async def test_a_stale_prefix_cache_is_noticed(
-    service: Service, sglang_engine: EngineServer, tiny_checkpoints: tuple[Path, Path], tmp_path: Path
-) -> None:
-    stale = service_on(sglang_engine.url, tmp_path / "stale", StaleEngine)
-    await stale.publish(tiny_checkpoints[1])
-    await stale.settle()
-    await stale.engine.close()
-    assert stale.keeper.facts.state is EngineState.QUARANTINED
-    assert "stale prefix cache" in stale.keeper.facts.error
 
 
 @asynccontextmanager

@@ -43,6 +43,12 @@ def make_tiny_checkpoint(folder: Path, seed: int) -> Path:
                 parameter.mul_(3.0)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The calculator's, as SGLang reads it."""
     (folder / "tokenizer.json").write_text(build_tokenizer_json(Calculator()))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -51,4 +57,3 @@ def make_tiny_checkpoint(folder: Path, seed: int) -> Path:
         "eos_token": "<eos>",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder

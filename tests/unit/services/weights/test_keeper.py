@@ -104,6 +104,50 @@ async def test_scrambled_weights_never_serve_and_the_next_version_does(world: Wo
     assert (await world.facts()).version == good.version
 
 
+async def test_a_version_that_gives_no_log_probs_is_rolled_back_and_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finite weights can overflow too: preflight is not there to see it."""
+    good = await world.publish(1)
+    await world.settle()
+    monkeypatch.setattr("services.weights.fleet.inspect", lambda store, version, _reference: store.manifest(version))
+    bad = await world.publish(2)
+    monkeypatch.setattr("services.weights.engines.memory.first_non_finite", lambda path: _is_bad(path, bad.version))
+    await world.settle()
+    assert "NaN weights" in world.fleet.refused[bad.version]
+    facts = await world.facts()
+    assert (facts.state, facts.version) == (EngineState.SERVING, good.version)
+
+
+def _is_bad(path: Path, version: str) -> str | None:
+    return "lm_head.weight" if path.name == version else None
+
+
+async def test_a_version_that_ends_engines_is_given_up_for_the_last_good_one(
+    pair: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preflight sees shapes and names, not all that can end a server."""
+    good = await pair.publish(1)
+    await pair.settle()
+    monkeypatch.setattr("services.weights.fleet.inspect", lambda store, version, _reference: store.manifest(version))
+    source = write_toy_checkpoint(pair.folder / "deadly", 2)
+    write_safetensors(source / "model.safetensors", {"lm_head.weight": floats(1.5, 2.0)})
+    deadly = publish_checkpoint(pair.store, source, lambda _, ids: [-1.0] * (len(ids) - 1), update=pair.updates)
+    await announce(pair.board, deadly)
+    await pair.fleet.follow()
+    await pair.settle()
+    assert deadly.version not in pair.fleet.refused, "once may be a coincidence"
+    for _ in range(2):
+        for engine in pair.engines:
+            engine.restart()
+        await pair.settle(2.0)
+    assert deadly.version in pair.fleet.refused
+    for number, engine in enumerate(pair.engines):
+        facts = await pair.facts(number)
+        assert (facts.state, facts.version) == (EngineState.SERVING, good.version)
+        assert (await engine.model_info()).weight_version == good.version
+
+
 async def test_a_stale_prefix_cache_is_noticed(world: World) -> None:
     await world.publish(1)
     await world.settle()
@@ -147,7 +191,8 @@ async def test_one_failed_engine_never_blocks_the_other(pair: World, step: str, 
     assert version not in pair.fleet.refused
     setattr(pair.engines[0].faults, how, ())
     await pair.settle(5.0)
-    assert (await pair.facts(0)).state is EngineState.QUARANTINED, "the cool-down is not over"
+    early = await pair.facts(0)
+    assert not early.in_rotation or early.version != version, "the cool-down is not over"
     await pair.settle(6.0)
     assert (await pair.facts(0)).version == version
     assert (await pair.facts(0)).in_rotation
