@@ -1,11 +1,14 @@
 """Which engine the next turn runs on, and when a finished turn may be believed.
 
-- A turn starts only on an engine in rotation, as the board said at most `refresh_s` ago.
+- A turn starts only on an engine in rotation, as the board said when it last answered: at most `refresh_s` ago, unless
+  it is away. No turn is believed then until it answers.
 - Where engines come and go, one that the board names gets a client, and one that it names no more loses it when its
   last turn has ended; the board names an engine before it is in rotation.
 - A finished turn is withheld until its engine has passed the canary of every version that sampled it: turns that
-  resume while an engine verifies itself sample under weights that nobody has checked yet. What counts is what the
-  board says after the turn has ended: an engine may be brought to a version anew that it has passed long ago.
+  resume while an engine verifies itself sample under weights that nobody has checked yet, so none is believed then,
+  whatever label it bears. What counts is what the board says after the turn has ended: an engine may be brought to a
+  version anew that it has passed long ago. A board that does not name the engine says nothing: it may have been
+  emptied. Only where engines come and go, and it names others, has this one left.
 - A turn that ends on a quarantined engine is not believed, whatever versions it names: after a failed load the old
   label may stand on weights that are neither the old ones nor the new. Nor is one that was under way when its engine
   was in doubt, though it has recovered since: the same label may have stood on two sets of weights.
@@ -66,6 +69,8 @@ class Rotation:
         self._refresh_s = refresh_s
         self._clock = clock
         self._facts: dict[str, EngineFacts] = {}
+        self._last: dict[str, EngineFacts] = {}
+        """Of engines that the board names no more, too: what it said last."""
         self._asked_at = float("-inf")
         """When the board was asked for what is known here."""
         self._served: dict[str, str] = {}
@@ -105,6 +110,7 @@ class Rotation:
             for engine_id, found in self._facts.items():
                 # The board keeps the last 16; a long turn may have crossed more.
                 self._verified[engine_id].update(found.verified)
+                self._last[engine_id] = found
                 if found.in_rotation:
                     self._served[engine_id] = found.version
             self._changed.notify_all()
@@ -116,7 +122,8 @@ class Rotation:
 
     async def _let_go(self, gone: Iterable[str]) -> None:
         for engine_id in gone:
-            if self._load[engine_id] == 0:
+            # Whoever read the board at the same time may have let it go while another one was closed.
+            if self._load.get(engine_id) == 0:
                 for known in (self._load, self._idle_since, self._failed_at):
                     del known[engine_id]
                 # What it has verified stays until another comes under its name: a turn of it may wait to be believed.
@@ -182,20 +189,25 @@ class Rotation:
     ) -> None:
         """Return when the engine has passed the canary of all these versions.
 
-        Raises UnverifiedVersionError after `timeout_s`, or at once when the engine is quarantined, or was in doubt
-        since `doubted`, which is what `doubted()` said when the turn began.
+        Raises UnverifiedVersionError after `timeout_s`, or at once when the engine is quarantined, has left before it
+        served again, or was in doubt since `doubted`, which is what `doubted()` said when the turn began.
         """
         wanted = set(versions)
         started = self._clock()
 
         def settled() -> bool | None:
-            facts = self._facts.get(engine_id)
-            if facts is not None and facts.state is EngineState.QUARANTINED:
+            facts, left = self._facts.get(engine_id), False
+            if facts is None and self._connect is not None and self._facts:
+                facts, left = self._last.get(engine_id), True
+            if facts is None:
+                return None
+            if facts.state is EngineState.QUARANTINED or (left and not facts.in_rotation):
                 return False
-            if facts is not None and doubted not in {None, facts.doubted_s}:
+            if doubted not in {None, facts.doubted_s}:
                 return False
-            brought_to = {facts.version} if facts is not None and not facts.in_rotation else set()
-            sure = self._asked_at >= started and not brought_to & wanted
+            sure = self._asked_at >= started and facts.state is not EngineState.VERIFYING
+            if not facts.in_rotation and facts.version in wanted:
+                sure = False
             return True if sure and wanted <= self._verified[engine_id] else None
 
         with contextlib.suppress(StreamUnavailableError):  # `run` says so, and asks again
@@ -203,7 +215,7 @@ class Rotation:
         outcome = await self._wait(settled, timeout_s)
         metrics.WITHHELD_SECONDS.observe(self._clock() - started)
         if outcome is False:
-            text = f"turn of {sorted(wanted)}, but the engine is quarantined, or was while the turn ran"
+            text = f"turn of {sorted(wanted)}, but the engine is quarantined, or was while the turn ran, or left"
             raise UnverifiedVersionError(engine_id, text)
         if outcome is None:
             missing = sorted(wanted - self._verified[engine_id])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Cadence:
-    """Every `every` updates, at least `min_seconds` apart; but not so late that every token in flight were stale.
+    """Every `every` updates, at least `min_seconds` apart; but as soon as every token in flight is stale.
 
     With `min_seconds` a multiple of `every` that came too early is made up for at the first update that is not.
     """

@@ -159,16 +159,18 @@ class Fleet:
         """Look at the board once; whether the target changed."""
         turn, pin = self.holds.turn, self.holds.control.pin
         manifest = await self._pinned(pin.version) if pin is not None else await self._newest_good()
-        if manifest is None or not await self._keep(manifest.version):
+        if manifest is None or not await self.keep(manifest.version):
             return False
         if turn != self.holds.turn:  # somebody decided otherwise meanwhile
+            if self.target is not None:
+                await self.keep(self.target.version)
             return False
         changed = self.aim(manifest)
         if pin is None:
             await self.holds.accept(manifest.version)
         return changed
 
-    async def _keep(self, version: str) -> bool:
+    async def keep(self, version: str) -> bool:
         """Have the target stay in the store though no engine has begun to load it; False when it has gone already."""
         try:
             await asyncio.to_thread(self.store.lease, version, TARGET_LEASE)
@@ -247,15 +249,20 @@ class Fleet:
         made_from = (trainer.version, self.holds.turn, self._refusals)
         if made_from == self._decided:
             return None
-        usable = set(await self.board.versions()) & set(await asyncio.to_thread(self.store.names))
-        if trainer.version not in usable:
+        announced, stored = set(await self.board.versions()), set(await asyncio.to_thread(self.store.names))
+        usable, late = announced & stored, trainer.version not in stored
+        if trainer.version not in announced or (late and self.target is not None):
             return None
+        if late and self._missing != trainer.version:
+            self._missing = trainer.version
+            log.error("the newest version is not in the store, an earlier one is looked for", version=trainer.version)
         for version in sorted((name for name in usable if name <= trainer.version), reverse=True):
             if (manifest := await self._if_good(version)) is not None:
                 break
         else:
             manifest = None
-        self._decided = made_from
+        if not late:
+            self._decided = made_from
         return manifest
 
     async def _if_good(self, version: str) -> Manifest | None:
@@ -341,8 +348,8 @@ class Fleet:
         self._engine_ids.discard(engine_id)
 
     def last_good(self, excluding: str) -> str | None:
-        """The version proven last, other than `excluding`, that nobody holds and the store still has."""
-        usable = set(self.store.names()) - self.holds.control.held.keys() - {excluding}
+        """The version proven last, but not `excluding`, that nobody holds, nothing refuses and the store still has."""
+        usable = set(self.store.names()) - self.holds.control.held.keys() - self.refused.keys() - {excluding}
         return next((name for name in reversed(self._good) if name in usable), None)
 
     async def collect(self) -> None:

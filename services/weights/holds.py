@@ -71,14 +71,20 @@ class Holds:
             log.warning("publishing resumed", newest=newest, reason=reason, client=client)
 
     async def doubted(self, version: str, doubt: Doubt, *, serving: str, stored: Collection[str]) -> None:
-        """A guard holds `version`; of those held before, only the `stored` ones still matter."""
+        """A guard holds `version`, unless somebody overruled it meanwhile; of those held before, only the `stored` ones
+        still matter.
+        """
         one = Held(by=doubt.guard, reason=doubt.detail, since_s=self._wall_clock())
 
         def change(now: Control) -> Control:
+            if version <= (now.accepted or ""):
+                return now
             held = {name: earlier for name, earlier in now.held.items() if name in stored}
             return now.model_copy(update={"held": held | {version: one}})
 
         await self._note(change)
+        if version not in self.control.held:
+            return
         log.error(
             "version held by a guard",
             version=version,

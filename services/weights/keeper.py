@@ -4,12 +4,14 @@
   stays in quarantine.
 - A version that ends engines is tried twice, then it counts as one that they could not prove.
 - A version that other engines have proven is tried again after `cool_down_s`, as is an engine that was unreachable; a
-  version that nobody has proven is not.
+  version that nobody could prove is not. One that the engine answers with an error is tried again ever later, up to
+  `_REFUSED_MOST` times `cool_down_s`, for each try takes it out of rotation.
 - All that can be done before an engine leaves rotation is done before (staging.py); a version found damaged then never
   costs the engine what it serves.
 - An engine that serves leaves rotation only with a slot (slots.py); while it waits for one it goes on serving.
-- Without a flush (`PauseMode.IN_PLACE`) an engine only goes forward, from a version it serves: every other round begins
-  with an empty cache, so that no salt ever comes back to keys and values of other weights.
+- Without a flush (`PauseMode.IN_PLACE`) an engine only goes forward, from a version it serves to one newer than all it
+  ever served: every other round begins with an empty cache, so that no salt ever comes back to keys and values of other
+  weights. On the way back a request of the newer version is computed under the older, and cached under the newer salt.
 - An engine whose label is not ours was restarted, whatever it says otherwise: it goes through a full round again.
 - The board may lose what it was told: the facts are compared with it every `probe_s`, and written again. That an engine
   serves is never written on the strength of memory alone; its label is asked first.
@@ -46,6 +48,7 @@ from services.weights.staging import Staged, on_this_host
 
 log = get_logger(__name__)
 _VERIFIED_KEPT = 16
+_REFUSED_MOST = 8
 _LOADED = {EngineState.LOADING, EngineState.VERIFYING}
 _ENDED_AT_MOST = 2
 """Rounds of one version in which an engine fell silent after it was told to load."""
@@ -71,7 +74,10 @@ class _GivenUp:
 
     retry_at: float
     label: str
+    """What the engine was left with by us."""
     unproven: bool
+    refused: bool = False
+    """The engine answered, with an error: what it served before may still load."""
 
 
 class Keeper:
@@ -98,6 +104,8 @@ class Keeper:
         self._wall_clock = wall_clock
         self._failures: dict[str, int] = {}
         self._given_up: dict[str, _GivenUp] = {}
+        self._refused: dict[str, int] = {}
+        """How often each version was given up because the engine answered with an error."""
         self._ended: Counter[str] = Counter()
         self._looked_at = float("-inf")
         self._compared_at = float("-inf")
@@ -112,6 +120,7 @@ class Keeper:
         self.last_round: RoundTimings | None = None
         """Of the newest one that succeeded."""
         self._local = on_this_host(engine.url)
+        self._reading: tuple[str, asyncio.Future[Staged]] | None = None
         self._staged: Staged | None = None
         """For the round that is due."""
         self._began = clock()
@@ -123,15 +132,25 @@ class Keeper:
     async def restore(self) -> None:
         """Take over the list of proven versions; everything else has to be proven again."""
         earlier = (await self._fleet.board.engines()).get(self._engine.engine_id)
+        leases = await asyncio.to_thread(self._fleet.store.leases)
         now = self._wall_clock()
         verified = list(earlier.verified) if earlier is not None else []
-        # A process that ended in the middle of a round has told nobody what its engine was left with.
-        doubted_s = earlier.doubted_s if earlier is not None and earlier.in_rotation else now
+        # A process that ended in the middle of a round has told nobody what its engine was left with. A board that lost
+        # its last second says that it served; the lease that a round begins with is not lost.
+        sure = earlier is not None and earlier.in_rotation and self.loading not in leases
+        doubted_s = earlier.doubted_s if earlier is not None and sure else now
         facts = {"verified": verified, "doubted_s": doubted_s, "since_s": now}
         await self._write(self.facts.model_copy(update=facts))
 
     async def run(self, stop: asyncio.Event) -> None:
         """Keep the engine until told to stop; a round in progress is finished first."""
+        try:
+            await self._keep(stop)
+        finally:
+            if self._reading is not None:
+                self._reading[1].cancel()
+
+    async def _keep(self, stop: asyncio.Event) -> None:
         while not stop.is_set():
             try:
                 acted = await self.step()
@@ -158,8 +177,10 @@ class Keeper:
             self._stand(Standing.AWAY)
             return serving and self._due() and not await self._still_serves()
         if not await self._stage(wanted):
-            return False
-        if serving and not self._slots.take(self._engine.engine_id):
+            return serving and self._due() and not await self._still_serves()
+        if not serving:  # it may have asked while it still did
+            self._slots.withdraw(self._engine.engine_id)
+        elif not self._slots.take(self._engine.engine_id):
             return self._due() and not await self._still_serves()
         self._slots.stands(self._engine.engine_id, Standing.COMING)
         try:
@@ -226,6 +247,7 @@ class Keeper:
                     await self._write(self.facts.model_copy(update={"error": str(error)}))
             return False
         self._answers, self._silence = True, ""
+        self._looked_at = float("-inf")  # it may have been started anew: its label is news
         if not tested:
             log.warning("untested SGLang release", engine=self._engine.engine_id, found=release, tested=TESTED)
         await self._fleet.meet(info.model_path)
@@ -242,7 +264,8 @@ class Keeper:
         refused = target.version in self._fleet.refused  # also for an engine that was started anew since
         if not refused and await self._may_try(target.version):
             return target.version
-        if not refused and not self._given_up[target.version].unproven:
+        given_up = self._given_up.get(target.version)
+        if not refused and given_up is not None and not (given_up.unproven or given_up.refused):
             return None
         good = await asyncio.to_thread(self._fleet.last_good, target.version)
         return good if good is not None and await self._may_try(good) else None
@@ -287,21 +310,30 @@ class Keeper:
         return f"{self._engine.engine_id}.loading"
 
     async def _stage(self, version: str) -> bool:
-        """Whether the version's files are ready for the engine; one that is damaged is not tried for a while."""
+        """Whether the version's files are ready for the engine; one that is damaged is not tried for a while.
+
+        Reading may take minutes: after `probe_s` there are other things to look at.
+        """
         if self._staged is not None and self._staged.version == version:
             return True
-        await asyncio.to_thread(self._fleet.store.lease, version, self.loading)
+        if self._reading is None:
+            await asyncio.to_thread(self._fleet.store.lease, version, self.loading)
+            self._reading = version, asyncio.ensure_future(self._fleet.staging.stage(version, local=self._local))
+        found, reading = self._reading
+        if not (await asyncio.wait([reading], timeout=self._settings.probe_s))[0]:
+            return False
+        self._reading = None
         try:
-            self._staged = await self._fleet.staging.stage(version, local=self._local)
+            self._staged = reading.result()
         except IncompleteVersionError as error:
             retry_at = self._clock() + self._settings.cool_down_s
-            self._given_up[version] = _GivenUp(retry_at, await self._label() or "", unproven=True)
-            if version not in self._fleet.refused:
-                self._fleet.refuse(version, "files", str(error))
+            self._given_up[found] = _GivenUp(retry_at, await self._label() or "", unproven=True)
+            if found not in self._fleet.refused:
+                self._fleet.refuse(found, "files", str(error))
             if self.facts.state is not EngineState.SERVING:
                 await self._quarantine(str(error))
             return False
-        return True
+        return found == version  # else another one is wanted by now
 
     async def _bring_to(self, version: str) -> None:
         store, engine_id = self._fleet.store, self._engine.engine_id
@@ -333,10 +365,16 @@ class Keeper:
             return
         except EngineError as error:
             self._fleet.ended(engine_id, version, error=str(error))
-            result = "unreachable" if isinstance(error, EngineUnreachableError) else "refused"
-            metrics.ROUNDS.labels(engine_id, result).inc()
-            await self._failed(version, str(error), unproven=self._blames_version(version, error))
+            silent = isinstance(error, EngineUnreachableError)
+            metrics.ROUNDS.labels(engine_id, "unreachable" if silent else "refused").inc()
+            await self._failed(version, str(error), unproven=self._blames_version(version, error), refused=not silent)
+            if silent and version in self._given_up:
+                self._answers = False  # tried again when it answers: until then it holds nobody back
             return
+        except StreamUnavailableError:
+            # The next attempt resumes what this one left behind, loaded or not: a turn that crosses it proves nothing.
+            self.facts = self.facts.model_copy(update={"doubted_s": self._wall_clock()})
+            raise
         await asyncio.to_thread(store.lease, version, engine_id)
         self._undefined = False
         self._fleet.ended(engine_id, version, timings=verified.timings)
@@ -350,7 +388,8 @@ class Keeper:
         await asyncio.to_thread(store.release, self.loading)
 
     def _mode(self, version: str) -> PauseMode:
-        forward = self.facts.state is EngineState.SERVING and not self._undefined and version > self.facts.version
+        newer = version > max(self.facts.verified, default="")
+        forward = self.facts.state is EngineState.SERVING and not self._undefined and newer
         return self._settings.mode if forward or self._settings.mode is not PauseMode.IN_PLACE else PauseMode.RETRACT
 
     def _blames_version(self, version: str, error: EngineError) -> bool:
@@ -380,6 +419,8 @@ class Keeper:
         )
         self._looked_at = self._clock()
         self._failures.pop(manifest.version, None)
+        self._refused.pop(manifest.version, None)
+        self._left_with(manifest.version)
         self._served_update = manifest.update
         metrics.SERVING_UPDATE.labels(self._engine.engine_id).set(manifest.update)
         self._fleet.proven(verified.evidence)
@@ -397,20 +438,27 @@ class Keeper:
         metrics.PAUSED_RATIO.labels(engine_id).set(self._paused_s / elapsed_s if elapsed_s else 0.0)
         metrics.LOADED_BYTES.labels(engine_id).inc(timings.bytes)
 
-    async def _failed(self, version: str, error: str, *, unproven: bool) -> None:
+    async def _failed(self, version: str, error: str, *, unproven: bool, refused: bool = False) -> None:
         self._failures[version] = self._failures.get(version, 0) + 1
         log.error(
             "round failed", engine=self._engine.engine_id, version=version, attempt=self._failures[version], error=error
         )
         if self._failures[version] >= self._settings.attempts:
-            retry_at = self._clock() + self._settings.cool_down_s
+            times = self._refused[version] = self._refused.get(version, 0) + refused
+            later = min(2 ** max(times - 1, 0), _REFUSED_MOST) if refused else 1
+            retry_at = self._clock() + later * self._settings.cool_down_s
             label = await self._label()
-            self._given_up[version] = _GivenUp(retry_at, label or "", unproven)
-            for given_up in self._given_up.values():  # what this round has left there is no sign of a restart
-                given_up.label = label or given_up.label
+            self._given_up[version] = _GivenUp(retry_at, label or "", unproven, refused)
+            if label is not None:
+                self._left_with(label)
             if unproven:
                 self._fleet.failed_verification(version, self._engine.engine_id, error)
         await self._quarantine(error)
+
+    def _left_with(self, label: str) -> None:
+        """A later attempt with another version changes the label, too; only what we did not do is a restart."""
+        for given_up in self._given_up.values():
+            given_up.label = label
 
     async def _quarantine(self, error: str) -> None:
         self._undefined = True

@@ -142,8 +142,9 @@ class Members:
         member = self._join(located)
         try:
             await member.keeper.restore()
-        except StreamUnavailableError as error:  # its keeper tells the board later: nothing but its history is missed
-            log.warning("board does not answer", engine=located.engine_id, error=str(error))
+        except (StreamUnavailableError, VersionStoreError, OSError) as error:
+            # Its keeper tells the board later: nothing but its history is missed, and no turn from before is believed.
+            log.warning("what was known of an engine is not", engine=located.engine_id, error=str(error))
         self._start(member)
 
     def _start(self, member: _Member) -> None:

@@ -88,6 +88,7 @@ class Operator:
         try:
             manifest = await self._usable(version)
             await record()
+            await self._fleet.keep(version)
         finally:
             await self._fleet.lease_pinned()
         self._fleet.aim(manifest)

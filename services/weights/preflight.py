@@ -66,7 +66,7 @@ def layout_difference(found: Layout, expected: Layout, *, dtypes: bool = True) -
 
 
 def inspect(store: VersionStore, version: str, reference: Layout | None) -> Manifest:
-    """Check everything about one version; RefusedVersionError says what is wrong.
+    """Check everything about one version; RefusedVersionError says what is wrong, OSError that it cannot be read now.
 
     `reference` is the layout of the run's first version, or of the checkpoint the engines were started from.
     """
@@ -92,7 +92,7 @@ def inspect(store: VersionStore, version: str, reference: Layout | None) -> Mani
         if (bad := non_finite.result()) is not None:
             raise RefusedVersionError(version, "non_finite", f"{bad} holds NaN or infinity")
         _check_config(version, manifest, json.loads((directory / "config.json").read_bytes()))
-    except (CheckpointFormatError, OSError, json.JSONDecodeError) as error:
+    except (CheckpointFormatError, FileNotFoundError, json.JSONDecodeError) as error:
         raise RefusedVersionError(version, "files", str(error)) from error
     return manifest
 

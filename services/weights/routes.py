@@ -55,7 +55,8 @@ class WeightRoutes:
 
     async def versions(self) -> list[views.VersionView]:
         """Every stored version, oldest first."""
-        return await asyncio.to_thread(views.version_views, self._fleet)
+        with _as_problems():
+            return await asyncio.to_thread(views.version_views, self._fleet)
 
     async def engines(self) -> list[EngineFacts]:
         """Every engine, with its state and what it serves."""
@@ -63,7 +64,8 @@ class WeightRoutes:
 
     async def weights(self) -> views.WeightsView:
         """Versions, engines, and whether publishing is held."""
-        return await asyncio.to_thread(views.weights_view, self._fleet, await self.engines())
+        with _as_problems():
+            return await asyncio.to_thread(views.weights_view, self._fleet, await self.engines())
 
     async def activate(self, version: str, request: Request) -> views.FleetView:
         """Bring every engine to this version, older or newer; newer ones wait until `:resume`."""

@@ -64,6 +64,10 @@ class Faults:
     """The flush says yes and does nothing."""
     ignore_salt: bool = False
     """The prefix cache has one namespace, whatever is asked."""
+    refuse_versions: Collection[str] = ()
+    """Versions whose load is answered with 400."""
+    overflow_versions: Collection[str] = ()
+    """Versions whose weights are finite, and whose log-probs are not."""
     not_flushed_loads: int = 0
     """That many loads answer 400 "Weights were updated" with the new weights live and the old label."""
 
@@ -118,6 +122,8 @@ class MemoryEngine:
         await self._enter("load")
         if not _is_directory(path):
             raise EngineRefusedError(self.engine_id, "load", 400, f"Failed to get model config: {path} not found")
+        if version in self.faults.refuse_versions:
+            raise EngineRefusedError(self.engine_id, "load", 400, f"cannot load {version}")
         found = _tensors(path)
         for name, (shape, _) in found.items():
             if name in self._tensors and self._tensors[name][0] != shape:
@@ -127,7 +133,7 @@ class MemoryEngine:
             found = {name: (shape, f"scrambled-{digest}") for name, (shape, digest) in found.items()}
         if not self.faults.ignore_load:
             self._tensors.update({name: entry for name, entry in found.items() if name in self._tensors})
-            self._nan = first_non_finite(path) is not None
+            self._nan = first_non_finite(path) is not None or version in self.faults.overflow_versions
         self._token_version, self._path = version, path
         if self.faults.not_flushed_loads > 0:
             self.faults.not_flushed_loads -= 1

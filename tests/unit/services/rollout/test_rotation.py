@@ -231,6 +231,7 @@ async def test_engines_that_join_are_taken_and_those_that_leave_are_let_go_after
     made = Rotation(board, {}, connect=connections)
     await made.refresh()
     assert not await made.serving(timeout_s=0)
+    await write_engine(board, "engine-10-0-0-6", EngineState.STARTING)
     await write_engine(board, "engine-10-0-0-5", EngineState.STARTING)
     await made.refresh()
     assert not await made.serving(timeout_s=0), "it is on the board before it is in rotation"
@@ -282,3 +283,67 @@ async def test_a_turn_that_crossed_a_doubt_is_not_believed_though_its_version_is
         await made.verified("engine-0", VERSIONS[:1], timeout_s=60, doubted=before)
 
     await made.verified("engine-0", VERSIONS[:1], timeout_s=60, doubted=made.doubted("engine-0"))
+
+
+async def test_a_turn_that_ends_under_weights_nobody_has_checked_waits_whatever_label_it_bears() -> None:
+    """An engine may load and keep its old label: that is one of the things its round looks at."""
+    made, board, _ = await rotation(EngineState.SERVING)
+    await write_engine(board, "engine-0", EngineState.VERIFYING, version=VERSIONS[1])
+    with pytest.raises(UnverifiedVersionError, match="were not sure"):
+        await made.verified("engine-0", VERSIONS[:1], timeout_s=0.01)
+    waiting = asyncio.create_task(made.verified("engine-0", VERSIONS[:1], timeout_s=60))
+    await asyncio.sleep(0)
+    await write_engine(board, "engine-0", EngineState.QUARANTINED, version=VERSIONS[1])
+    await made.refresh()
+    with pytest.raises(UnverifiedVersionError, match="quarantined"):
+        await waiting
+
+
+async def test_an_emptied_board_makes_nobody_believe_a_turn() -> None:
+    made, board, _ = await rotation(EngineState.SERVING)
+    before = made.doubted("engine-0")
+    facts = (await board.engines())["engine-0"]
+    await board.remove_engine("engine-0")
+    waiting = asyncio.create_task(made.verified("engine-0", VERSIONS[:1], timeout_s=60, doubted=before))
+    await asyncio.sleep(0)
+    await made.refresh()
+    assert not waiting.done()
+    await board.write_engine(facts.model_copy(update={"state": EngineState.QUARANTINED, "doubted_s": before + 1}))
+    await made.refresh()
+    with pytest.raises(UnverifiedVersionError, match="quarantined"):
+        await waiting
+
+
+@pytest.mark.parametrize("state", [EngineState.QUARANTINED, EngineState.LOADING, EngineState.SERVING])
+async def test_an_engine_that_left_in_doubt_is_not_believed(state: EngineState) -> None:
+    board, connections = MemoryBoard(), Connections()
+    made = Rotation(board, {}, connect=connections)
+    for name in ("engine-a", "engine-b"):
+        await write_engine(board, name)
+    await made.refresh()
+    before, facts = made.doubted("engine-a"), (await board.engines())["engine-a"]
+    await board.write_engine(facts.model_copy(update={"state": state, "doubted_s": before + 1}))
+    await made.refresh()
+    await board.remove_engine("engine-a")
+    with pytest.raises(UnverifiedVersionError, match="left"):
+        await made.verified("engine-a", VERSIONS[:1], timeout_s=60, doubted=before)
+
+
+async def test_engines_that_leave_together_are_let_go_once_though_the_board_is_read_twice() -> None:
+    board, closed = MemoryBoard(), asyncio.Event()
+
+    class SlowToClose(MemoryEngine):
+        async def close(self) -> None:
+            await closed.wait()
+
+    made = Rotation(board, {}, connect=lambda facts: SlowToClose(facts.engine_id, 32))
+    for name in ("engine-a", "engine-b"):
+        await write_engine(board, name)
+    await made.refresh()
+    for name in ("engine-a", "engine-b"):
+        await board.remove_engine(name)
+    reads = [asyncio.create_task(made.refresh()) for _ in range(2)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    closed.set()
+    await asyncio.gather(*reads)

@@ -200,3 +200,22 @@ async def test_a_keeper_that_breaks_ends_the_service(tmp_path: Path, monkeypatch
     with pytest.raises(ExceptionGroup) as caught:
         await scene.members.run(asyncio.Event(), every_s=3600.0)
     assert caught.group_contains(ValueError, match="broken")
+
+
+async def test_a_store_that_fails_as_an_engine_joins_costs_what_was_known_of_it_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = Scene(tmp_path, "a")
+    await scene.members.begin()
+    version = (await scene.world.publish(1)).version
+
+    def broken() -> dict[str, str]:
+        msg = "Stale file handle"
+        raise OSError(msg)
+
+    async with scene.running():
+        scene.discovery.addresses = ["a", "b"]
+        with monkeypatch.context() as patch:
+            patch.setattr(scene.world.store, "leases", broken)
+            await scene.members.look()
+        await eventually(lambda: scene.serves("engine-b", version), what="the one that joined")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from sao.weights.control import CONTROL_FILE
 from sao.weights.manifest import Manifest
 from services.weights import app, routes
 from services.weights.engines.memory import checkpoint_logprobs
+from services.weights.guards import Doubt
 from tests.support.versions import (
     announce,
     floats,
@@ -231,6 +233,7 @@ async def test_what_was_being_looked_at_when_somebody_decided_does_not_overrule_
     await asked(client, f"{URL}/{old.version}:activate")
     go_on.set()
     await publishing
+    assert world.store.leases()["target"] == old.version
     assert await serving(world) == {old.version}
 
 
@@ -478,3 +481,52 @@ def zeroed_checkpoint(folder: Path, seed: int) -> Path:
     source = write_toy_checkpoint(folder / f"zeroed{seed}", seed)
     write_safetensors(source / "model.safetensors", {EMBED: floats(seed + 0.5, 1.0), HEAD: floats(0.0, 0.0, 0.0)})
     return source
+
+
+async def test_a_guard_that_was_still_looking_does_not_overrule_a_resume(world: World) -> None:
+    first, second = await served(world, 1, 2)
+    await world.fleet.holds.resume(second.version, reason="I know", client="")
+    found = Doubt("canary_drift", "too far")
+    await world.fleet.holds.doubted(second.version, found, serving=first.version, stored=world.store.names())
+    assert world.fleet.holds.control.held == {}
+    assert gauge("canary_drift") == 0.0
+
+
+async def test_what_is_fallen_back_to_is_nothing_that_was_found_damaged(
+    world: World, client: httpx.AsyncClient
+) -> None:
+    first, second, third = await served(world, 1, 2, 3)
+    world.fleet.refuse(second.version, "files", "sha256")
+    assert (await asked(client, f"{URL}/{third.version}:hold"))["target"] == first.version
+
+
+@pytest.mark.parametrize("path", [URL, "/v1/versions"])
+async def test_a_store_that_cannot_be_read_is_503(
+    world: World, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    def broken() -> list[str]:
+        msg = "Stale file handle"
+        raise OSError(errno.ESTALE, msg)
+
+    monkeypatch.setattr(world.store, "names", broken)
+    response = await client.get(path)
+    assert (response.status_code, response.headers["content-type"]) == (503, "application/problem+json")
+    assert "Stale file handle" in response.json()["detail"]
+
+
+async def test_what_is_activated_stays_in_the_store_though_a_resume_finds_nothing_newer(
+    world: World, client: httpx.AsyncClient
+) -> None:
+    """An emptied board names no version; the target stays what it was."""
+    old, _ = await served(world, 1, 2)
+    for engine in world.engines:
+        engine.faults.unreachable = True
+    await asked(client, f"{URL}/{old.version}:activate")
+    for seed in (3, 4, 5):
+        await world.publish(seed)
+    for holder in ("engine-0", "engine-1"):
+        world.store.release(holder)
+    world.board.empty()
+    assert (await asked(client, f"{URL}:resume"))["target"] == old.version
+    await world.fleet.collect()
+    assert old.version in world.store.names()

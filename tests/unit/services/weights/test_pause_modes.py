@@ -79,3 +79,24 @@ async def test_in_place_never_brings_an_engine_up_or_back(tmp_path: Path) -> Non
     assert (await world.facts()).version == good
     assert engine.pauses[1:] == [PauseMode.IN_PLACE, PauseMode.RETRACT, PauseMode.RETRACT]
     assert (await engine.generate_one(probe_prompt(manifest), salt=good)).cached_tokens == 0, "the old salt is empty"
+
+
+async def test_in_place_never_comes_back_to_a_version_it_has_served_since_the_last_flush(tmp_path: Path) -> None:
+    """A request that the way back retracted is computed under the old weights, and cached under the new one's salt."""
+    world = await serving(tmp_path, PauseMode.IN_PLACE)
+    engine, old = world.engines[0], (await world.facts()).version
+    manifest = await world.publish(2)
+    await world.settle()
+    await world.fleet.holds.pin(old, reason="", client="")
+    await world.fleet.follow()
+    await world.settle(1.5)
+    assert (await world.facts()).version == old
+    await engine.generate_one([3, 1, 2], salt=manifest.version)
+    await world.fleet.holds.resume(manifest.version, reason="", client="")
+    await world.fleet.follow()
+    await world.settle(1.5)
+    assert (await world.facts()).version == manifest.version
+    assert (await engine.generate_one([3, 1, 2], salt=manifest.version)).cached_tokens == 0
+    await world.publish(3)
+    await world.settle(1.5)
+    assert engine.pauses[-2:] == [PauseMode.RETRACT, PauseMode.IN_PLACE], "a version of which nothing can be cached"

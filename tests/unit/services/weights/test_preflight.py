@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from sao.weights.manifest import Manifest
 from sao.weights.memory import MemoryVersionStore
+from services.weights import preflight
 from services.weights.engines.memory import checkpoint_logprobs
 from services.weights.preflight import Layout, RefusedVersionError, inspect, manifest_layout
 from tests.support.versions import floats, publish_checkpoint, write_safetensors, write_toy_checkpoint
@@ -110,3 +112,19 @@ def test_a_manifest_that_lies_about_its_files_is_refused(store: MemoryVersionSto
 def test_a_good_version_passes(store: MemoryVersionStore, reference: Layout, tmp_path: Path) -> None:
     good = publish_checkpoint(store, write_toy_checkpoint(tmp_path / "b", 2), checkpoint_logprobs)
     assert inspect(store, good.version, reference) == good
+
+
+def test_a_disk_that_does_not_answer_condemns_no_version(
+    store: MemoryVersionStore, reference: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal is for ever, and the version is whole."""
+    manifest = publish_checkpoint(store, write_toy_checkpoint(tmp_path / "next", 1), checkpoint_logprobs)
+
+    def broken(directory: Path) -> str | None:
+        raise OSError(errno.EIO, "Input/output error", str(directory))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "first_non_finite", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            inspect(store, manifest.version, reference)
+    assert inspect(store, manifest.version, reference) == manifest

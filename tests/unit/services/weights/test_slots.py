@@ -225,3 +225,49 @@ def _no_serving_lease(lease: Callable[[str, str], None], version: str, holder: s
         msg = f"no lease of {version} for {holder}"
         raise VersionStoreError(msg)
     lease(version, holder)
+
+
+async def test_an_engine_that_hangs_holds_no_version_back_while_it_is_tried_again(tmp_path: Path) -> None:
+    """A stopped process takes connections: each call to it ends at the deadline, and there are many."""
+    world = World(tmp_path, engines=2)
+    await world.restore()
+    await world.publish(1)
+    await world.settle()
+    hung, sound = world.keepers
+    engine = world.engines[0]
+    engine.faults.hang = {"model_info", "release", "pause", "load", "checksums", "resume", "score", "generate"}
+    version = (await world.publish(2)).version
+    for _ in range(4):
+        await hung.step()
+    assert (await world.facts()).state is EngineState.QUARANTINED
+    engine.deadline_s = 60.0
+    world.now += 3600.0
+    asked = len(engine.calls)
+    trying = asyncio.create_task(hung.step())
+    await eventually(lambda: len(engine.calls) > asked, what="the engine to be asked again")
+    for _ in range(3):
+        await sound.step()
+    assert (await world.facts(1)).version == version
+    trying.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await trying
+
+
+async def test_an_engine_that_serves_no_more_keeps_no_place_before_those_that_do(tmp_path: Path) -> None:
+    world = World(tmp_path, engines=3, engines_out_max=1)
+    await world.restore()
+    await world.publish(1)
+    await world.settle()
+    await world.publish(2)
+    _, second, third = world.keepers
+    assert world.slots.take("engine-0")
+    await second.step()
+    await third.step()
+    world.engines[1].faults.refuse = {"model_info"}
+    await second._still_serves()
+    world.slots.give_back("engine-0")
+    world.slots.stands("engine-0", Standing.SERVING)
+    world.engines[1].faults.refuse = {"pause"}
+    world.now += 1.5
+    await second.step()
+    assert world.slots.take("engine-2")
