@@ -69,9 +69,12 @@ class Service:
         return manifest
 
     async def settle(self) -> None:
-        for _ in range(8):
-            if not await self.keeper.step():
+        for _ in range(16):
+            if await self.keeper.step():
+                continue
+            if self.keeper._reading is None:
                 return
+            await asyncio.wait([self.keeper._reading[1]])
 
 
 def service_on(url: str, root: Path) -> Service:
