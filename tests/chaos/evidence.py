@@ -40,19 +40,27 @@ def gather(folder: Path, run: str, client: redis.Redis) -> Evidence:
     keys = RunKeys(run)
     named = {line["trajectory"]: line["ordinal"] for line in json_lines(folder / LOST_FILE)}
     again = slots_under_way(client, keys)
+    on_streams = {fields["_id"] for name in StreamName for fields in entries(client, keys.stream(name))}
     return Evidence(
         acknowledged={line["trajectory"] for line in answers if line["status"] in ACKNOWLEDGED},
         superseded={line["trajectory"] for line in answers if line["status"] == "superseded"},
         trained=trained,
         dead={fields["_id"]: fields["reason"] for fields in entries(client, keys.dead)},
         dropped=dropped,
-        waiting={fields["_id"] for name in StreamName for fields in entries(client, keys.stream(name))},
+        waiting=on_streams | again_from_the_archive(archive, progress),
         named=named.keys(),
         not_leased_again={one for one, ordinal in named.items() if not again(ordinal)},
         preferences=(int(client.hget(keys.board, "preference") or 0), PreferenceFolder(folder).newest()),
         counted=progress.dropped,
         consumed=progress.consumed,
     )
+
+
+def again_from_the_archive(archive: Archive, progress: Progress) -> set[str]:
+    """Ids of the steps that the final checkpoint lacks: the next start would train on them before anything else."""
+    held = {step.name for step in effective_steps(archive, progress)}
+    lacking = [name for name in archive.steps() if name not in held]
+    return {one.trajectory.id for name in lacking for one in archive.load(name).trajectories}
 
 
 def slots_under_way(client: redis.Redis, keys: RunKeys) -> Callable[[int], bool]:
