@@ -37,7 +37,7 @@ class Evidence:
     dropped: Mapping[str, str]
     """Reasons by id, also of trajectories that trained after all."""
     waiting: AbstractSet[str]
-    """Ids on a stream at the end, or in archived steps that the final checkpoint lacks and the next start makes again."""
+    """Ids on a stream at the end, or in archived steps that the final checkpoint lacks: the next start trains them."""
     named: AbstractSet[str]
     """Ids that the trainer has named as lost with the store."""
     not_leased_again: AbstractSet[str]
