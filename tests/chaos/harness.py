@@ -1,7 +1,8 @@
 """Round after round: inject a fault, heal it, wait until the run has recovered, write down how it went; then audit.
 
-Recovered means that every process answers that it is ready and an update was finished after the last of them did. The
-next fault comes `PAUSE_S` after that, or after `DEADLINE_S` without it.
+Recovered means that every process answers that it is ready, the store has its trainer, and an update was finished after
+that: one that a trainer had in hand when the store was emptied proves nothing. The next fault comes `PAUSE_S` after
+that, or after `DEADLINE_S` without it.
 
     <runs>/chaos/<commit>-seed<N>/      the run folder, and in it
         acknowledged.jsonl              what ingest told the worker, as the proxy between them saw it
@@ -141,7 +142,7 @@ class Harness:
         ready_s: list[float] = []
 
         def recovered() -> bool:
-            if system.fleet.unready():
+            if system.fleet.unready() or not system.claimed():
                 ready_s.clear()
                 return False
             if not ready_s:

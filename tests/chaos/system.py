@@ -151,6 +151,14 @@ class System:
         self.look()
         return self.last_row is not None and self.last_row.finished_s > moment_s
 
+    def claimed(self) -> bool:
+        """Whether a trainer holds the store: one that was emptied is nobody's until all that it lost is named."""
+        with self.valkey() as client:
+            try:
+                return client.hexists(self.keys.board, "epoch") == 1
+            except redis.RedisError:
+                return False
+
     @property
     def update(self) -> int:
         """Policy updates made."""
