@@ -155,7 +155,7 @@ class System:
         """Whether a trainer holds the store: one that was emptied is nobody's until all that it lost is named."""
         with self.valkey() as client:
             try:
-                return client.hexists(self.keys.board, "epoch") == 1
+                return bool(client.hexists(self.keys.board, "epoch"))
             except redis.RedisError:
                 return False
 
