@@ -14,7 +14,7 @@ export OMP_NUM_THREADS := 1
 
 PROOFS := prove-learning prove-streaming prove-preference prove-engines prove-stability prove-fuzz prove-soak prove-transitions prove-weights
 
-.PHONY: $(PROOFS) help setup run test chaos check format proto locks clean
+.PHONY: $(PROOFS) help setup run test browser chaos check format proto locks clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -26,8 +26,15 @@ setup:
 run: setup
 	@$(BIN)/sao up --preset $(PRESET) $(ARGS)
 
-test: setup
+test: setup browser
 	$(BIN)/pytest $(ARGS)
+
+# The console's tests drive a real Chromium; without one they are skipped, and say so.
+browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		{ apt-get install -qy --no-install-recommends chromium >/dev/null 2>&1 || \
+		{ apt-get -q update && apt-get install -qy --no-install-recommends chromium; }; }; } || \
+		echo "no Chromium: the console's tests will be skipped; on Debian: sudo apt-get install chromium" >&2
 
 $(PROOFS): setup
 	$(BIN)/python -m bench.prove $(@:prove-%=%) $(ARGS)
