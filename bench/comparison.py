@@ -15,13 +15,26 @@ from matplotlib import pyplot as plt
 from sao.curves import WINDOW
 
 
-def draw_comparison(curves: Mapping[str, Sequence[Sequence[float]]], file: Path, *, title: str) -> None:
-    """A line of (trajectory, mean of the last WINDOW rewards) for each run; the file appears whole."""
+def draw_comparison(
+    curves: Mapping[str, Sequence[Sequence[float]]], file: Path, *, title: str, marks: Sequence[int] = ()
+) -> None:
+    """A line of (trajectory, mean of the last WINDOW rewards) for each run; the file appears whole.
+
+    With `marks` the curves run over policy updates, and these are marked. Runs whose names differ only in the seed
+    share a colour.
+    """
     figure, axis = plt.subplots(figsize=(10, 5.5), constrained_layout=True)
     axis.set_title("\n".join(wrap(title, 110)), fontsize=9)
+    kinds = list(dict.fromkeys(name.rpartition("-")[0] for name in curves))
+    styles: dict[str, int] = dict.fromkeys(kinds, 0)
     for name, points in curves.items():
-        axis.plot([at for at, _ in points], [mean for _, mean in points], linewidth=1.3, label=name)
-    axis.set_xlabel("trajectories")
+        kind = name.rpartition("-")[0]
+        colour, dashes = f"C{kinds.index(kind)}", ("-", "--", ":", "-.")[styles[kind] % 4]
+        styles[kind] += 1
+        axis.plot([at for at, _ in points], [mean for _, mean in points], dashes, c=colour, linewidth=1.3, label=name)
+    for mark in marks:
+        axis.axvline(mark, color="grey", linewidth=1, linestyle="--")
+    axis.set_xlabel("policy updates" if marks else "trajectories")
     axis.set_ylabel(f"mean of the last {WINDOW} rewards")
     axis.set_ylim(0, 1)
     axis.grid(visible=True, alpha=0.25)
