@@ -161,7 +161,9 @@ def online(case: str, run: Path) -> dict[str, Any]:
     moving average (reinforce_ma, 128 rewards) is shown beside it as it comes.
     """
     algorithm, _, seed = case.rpartition("-")
-    sets = [f'trainer.algorithm="{algorithm}"', 'moving_average.scope="global"', "moving_average.window=128"]
+    sets = [f'trainer.algorithm="{algorithm}"']
+    if algorithm == "reinforce_ma":
+        sets += ['moving_average.scope="global"', "moving_average.window=128"]
     arguments = [word for text in sets for word in ("--set", text)]
     updates = styles.SWITCHES[-1] + styles.RECOVER_WITHIN + 5
     process = start(run, seed, "--preset", "tiny-writing", "--updates", str(updates), *arguments)
