@@ -36,6 +36,7 @@ from services.weights.fleet import Fleet
 from services.weights.holds import Holds
 from services.weights.keeper import Keeper, KeeperSettings
 from services.weights.members import Members
+from services.weights.readings import ReadAhead
 from services.weights.routes import WeightRoutes
 from services.weights.slots import Slots
 
@@ -168,6 +169,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
             health.set_ready(True)
             async with asyncio.TaskGroup() as group:
                 parts = [group.create_task(fleet.run(stop, config.weights.poll_s))]
+                parts += [group.create_task(ReadAhead(store, fleet.readings).run(stop, config.weights.poll_s))]
                 parts += [group.create_task(members.run(stop, _LOOK_EVERY_S))]
                 parts += [group.create_task(server.serve(sockets=[listener]))]
                 await stop.wait()

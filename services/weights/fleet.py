@@ -27,6 +27,7 @@ from services.weights.preflight import (
     layout_difference,
     manifest_layout,
 )
+from services.weights.readings import Readings
 from services.weights.rounds import Evidence, RoundTimings
 from services.weights.staging import Staging
 
@@ -76,6 +77,7 @@ class Fleet:
         self.store = store
         self.holds = holds
         self.staging = Staging(store)
+        self.readings = Readings()
         self.target: Manifest | None = None
         self.published = ""
         """The newest version that the trainer has named."""
@@ -209,7 +211,7 @@ class Fleet:
             return self.target
         started, signature = time.monotonic(), await asyncio.to_thread(self.staging.signature, version)
         try:
-            manifest = await asyncio.to_thread(inspect, self.store, version, self._reference)
+            manifest = await asyncio.to_thread(inspect, self.store, version, self._reference, self.readings)
         except RefusedVersionError as error:
             self.refuse(version, error.reason, str(error))
             raise

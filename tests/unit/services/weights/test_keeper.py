@@ -110,7 +110,7 @@ async def test_a_version_that_gives_no_log_probs_is_rolled_back_and_refused(
     """Finite weights can overflow too: preflight is not there to see it."""
     good = await world.publish(1)
     await world.settle()
-    monkeypatch.setattr("services.weights.fleet.inspect", lambda store, version, _reference: store.manifest(version))
+    monkeypatch.setattr("services.weights.fleet.inspect", lambda store, version, *_: store.manifest(version))
     bad = await world.publish(2)
     monkeypatch.setattr("services.weights.engines.memory.first_non_finite", lambda path: _is_bad(path, bad.version))
     await world.settle()
@@ -129,7 +129,7 @@ async def test_a_version_that_ends_engines_is_given_up_for_the_last_good_one(
     """Preflight sees shapes and names, not all that can end a server."""
     good = await pair.publish(1)
     await pair.settle()
-    monkeypatch.setattr("services.weights.fleet.inspect", lambda store, version, _reference: store.manifest(version))
+    monkeypatch.setattr("services.weights.fleet.inspect", lambda store, version, *_: store.manifest(version))
     source = write_toy_checkpoint(pair.folder / "deadly", 2)
     write_safetensors(source / "model.safetensors", {"lm_head.weight": floats(1.5, 2.0)})
     deadly = publish_checkpoint(pair.store, source, lambda _, ids: [-1.0] * (len(ids) - 1), update=pair.updates)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sao.board.base import EngineState
-from sao.weights.base import IncompleteVersionError
+from sao.weights.base import Checksum, IncompleteVersionError
+from sao.weights.checkpoint import sha256_of
 from sao.weights.memory import MemoryVersionStore
 from services.weights import metrics
 from services.weights.staging import Staging, on_this_host
@@ -30,9 +31,9 @@ class CountingStore(MemoryVersionStore):
         super().__init__()
         self.reads: list[str] = []
 
-    def verify(self, version: str) -> None:
+    def verify(self, version: str, checksum: Checksum = sha256_of) -> None:
         self.reads.append(version)
-        super().verify(version)
+        super().verify(version, checksum)
 
 
 @pytest.mark.parametrize(
