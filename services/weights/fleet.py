@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sao.board.base import Board, TrainerFacts
+from sao.board.base import Board, EngineFacts, TrainerFacts
 from sao.streams.base import StreamUnavailableError
 from sao.telemetry.logs import get_logger
 from sao.weights.base import UnknownVersionError, VersionStore, VersionStoreError
@@ -85,6 +85,8 @@ class Fleet:
         self.evidence: OrderedDict[str, Evidence] = OrderedDict()
         self.rounds: OrderedDict[str, dict[str, EndedRound]] = OrderedDict()
         """By version and engine."""
+        self.serving: dict[str, str] = {}
+        """The version that each engine serves now, verified."""
         self._engine_ids = set(engine_ids)
         self._keep_versions = keep_versions
         self._drift_max = drift_max
@@ -341,6 +343,12 @@ class Fleet:
         while len(self.rounds) > _ROUNDS_KEPT:
             self.rounds.popitem(last=False)
 
+    def stands(self, facts: EngineFacts) -> None:
+        """Note what an engine serves, or that it serves nobody."""
+        self.serving.pop(facts.engine_id, None)
+        if facts.in_rotation:
+            self.serving[facts.engine_id] = facts.version
+
     def join(self, engine_id: str) -> None:
         """Count on this engine from now on."""
         self._engine_ids.add(engine_id)
@@ -348,6 +356,7 @@ class Fleet:
     def leave(self, engine_id: str) -> None:
         """Count on this engine no more."""
         self._engine_ids.discard(engine_id)
+        self.serving.pop(engine_id, None)
 
     def last_good(self, excluding: str) -> str | None:
         """The version proven last, but not `excluding`, that nobody holds, nothing refuses and the store still has."""
