@@ -17,6 +17,7 @@ from sao.weights.base import UnknownVersionError, VersionStore, VersionStoreErro
 from sao.weights.checkpoint import CheckpointFormatError, zero_tensors
 from sao.weights.manifest import Manifest
 from services.weights import metrics
+from services.weights.claim import Claim
 from services.weights.guards import doubt
 from services.weights.holds import Holds
 from services.weights.preflight import (
@@ -71,8 +72,10 @@ class Fleet:
         keep_versions: int,
         holds: Holds,
         drift_max: float | None = None,
+        claim: Claim | None = None,
     ) -> None:
-        """`drift_max`: see `guards.doubt`."""
+        """`drift_max`: see `guards.doubt`; `claim`: None where no other service can be."""
+        self._claim = claim
         self.board = board
         self.store = store
         self.holds = holds
@@ -342,6 +345,11 @@ class Fleet:
         self.rounds.move_to_end(version)
         while len(self.rounds) > _ROUNDS_KEPT:
             self.rounds.popitem(last=False)
+
+    @property
+    def epoch(self) -> int:
+        """What this service claimed; its writes carry it."""
+        return self._claim.epoch if self._claim is not None else 0
 
     def stands(self, facts: EngineFacts) -> None:
         """Note what an engine serves, or that it serves nobody."""

@@ -517,7 +517,7 @@ class Keeper:
         await self._write(self.facts.model_copy(update=facts))
 
     async def _write(self, facts: EngineFacts) -> None:
-        self.facts = facts
+        self.facts = facts = facts.model_copy(update={"epoch": self._fleet.epoch})
         self._fleet.stands(facts)
         self._unwritten = True  # until the board has it: the next step writes it again
         for state in EngineState:

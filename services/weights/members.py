@@ -87,7 +87,7 @@ class Members:
             await member.keeper.restore()
         for engine_id in sorted((await self._fleet.board.engines()).keys() - self._members.keys()):
             log.info("the board forgets an engine that left the run", engine=engine_id)
-            await self._fleet.board.remove_engine(engine_id)
+            await self._fleet.board.remove_engine(engine_id, epoch=self._fleet.epoch)
 
     async def run(self, stop: asyncio.Event, every_s: float) -> None:
         """Keep every engine, and look for others every `every_s`, until told to stop; rounds are finished."""
@@ -167,7 +167,7 @@ class Members:
         if member.task is not None and not member.task.done():
             return  # in a round, whose steps have deadlines
         try:
-            await self._fleet.board.remove_engine(engine_id)
+            await self._fleet.board.remove_engine(engine_id, epoch=self._fleet.epoch)
             for holder in (engine_id, member.keeper.loading):
                 await asyncio.to_thread(self._fleet.store.release, holder)
         except (StreamUnavailableError, VersionStoreError, OSError) as error:

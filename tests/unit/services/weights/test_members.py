@@ -217,7 +217,7 @@ async def test_a_board_that_is_away_puts_the_forgetting_off(tmp_path: Path, monk
     await scene.members.begin()
     scene.discovery.addresses = []
 
-    async def away(engine_id: str) -> None:
+    async def away(engine_id: str, *, epoch: int) -> None:
         msg = f"{engine_id}: the board is away"
         raise StreamUnavailableError(msg)
 
