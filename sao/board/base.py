@@ -7,8 +7,8 @@
 | `EngineFacts` by engine id | weights | rollout (which engines there are, and in rotation), supervisor |
 | `Preference` by version, current version | reward | reward, trainer |
 
-Trainer writes carry its epoch and are refused (FencedError) when a newer one exists. Every call may raise
-StreamUnavailableError (sao.streams.base): the board lives where the streams do.
+Writes of the trainer and of the weights service carry their epochs and are refused (FencedError) when a newer one of
+them has started. Every call may raise StreamUnavailableError (sao.streams.base): the board lives where the streams do.
 tests/contract/test_board.py runs on every implementation.
 """
 
@@ -77,6 +77,8 @@ class EngineFacts(_Fact):
     the same version is proven afterwards. A mark to compare, not a time to reckon with."""
     since_s: float
     """Unix seconds of the last change of state."""
+    epoch: Annotated[int, Field(ge=0)] = 0
+    """Of the weights service that said so."""
 
     @property
     def in_rotation(self) -> bool:
@@ -108,9 +110,18 @@ class Board(Protocol):
 
     async def versions(self) -> dict[str, VersionRecord]: ...
 
+    async def new_weights_epoch(self, owner: str, *, above: int = 0) -> int:
+        """Claim the next epoch of the weights service, above `above`; every older one is fenced from now on.
+
+        `owner`: who it is, for the message that a fenced one ends with.
+        """
+
+    async def hold_weights_epoch(self, epoch: int, owner: str) -> None:
+        """Say that this service still serves, also to a store that forgot it; FencedError when a newer one does."""
+
     async def write_engine(self, facts: EngineFacts) -> None: ...
 
-    async def remove_engine(self, engine_id: str) -> None:
+    async def remove_engine(self, engine_id: str, *, epoch: int = 0) -> None:
         """Forget an engine that left; nothing happens when it is unknown."""
 
     async def engines(self) -> dict[str, EngineFacts]: ...

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sao.board.base import EngineFacts, PreferenceConflictError, TrainerFacts, VersionRecord
-from sao.board.messages import conflicting_preference_message, conflicting_version_message, fenced_message
+from sao.board.messages import (
+    conflicting_preference_message,
+    conflicting_version_message,
+    fenced_message,
+    fenced_weights_message,
+)
 from sao.preference import Preference, PreferenceDocument
 from sao.streams.base import FencedError
 
@@ -15,6 +20,8 @@ class MemoryBoard:
 
     def __init__(self, *, claimed: bool = False) -> None:
         self.newest_epoch = 0
+        self.weights_epoch = 0
+        self._weights_owner = ""
         self.claimed = claimed
         """Whether a trainer has begun; without a trainer of its own, a test may say that one has."""
         self._trainer: TrainerFacts | None = None
@@ -53,10 +60,24 @@ class MemoryBoard:
     async def versions(self) -> dict[str, VersionRecord]:
         return dict(self._versions)
 
+    async def new_weights_epoch(self, owner: str, *, above: int = 0) -> int:
+        self.weights_epoch, self._weights_owner = max(self.weights_epoch, above) + 1, owner
+        return self.weights_epoch
+
+    async def hold_weights_epoch(self, epoch: int, owner: str) -> None:
+        self._require_weights_epoch(epoch)
+        self.weights_epoch, self._weights_owner = epoch, owner
+
+    def _require_weights_epoch(self, epoch: int) -> None:
+        if epoch < self.weights_epoch:
+            raise FencedError(fenced_weights_message(epoch, self.weights_epoch, self._weights_owner))
+
     async def write_engine(self, facts: EngineFacts) -> None:
+        self._require_weights_epoch(facts.epoch)
         self._engines[facts.engine_id] = facts
 
-    async def remove_engine(self, engine_id: str) -> None:
+    async def remove_engine(self, engine_id: str, *, epoch: int = 0) -> None:
+        self._require_weights_epoch(epoch)
         self._engines.pop(engine_id, None)
 
     async def engines(self) -> dict[str, EngineFacts]:

@@ -10,6 +10,14 @@ def fenced_message(epoch: int, newest: int) -> str:
     return f"trainer epoch {epoch} is fenced: epoch {newest} has started since; this process must stop"
 
 
+def fenced_weights_message(epoch: int, newest: int, owner: str) -> str:
+    """What a FencedError says to a weights service."""
+    return (
+        f"weights service epoch {epoch} is fenced: epoch {newest} ({owner or 'unknown'}) has started since and keeps "
+        "the engines; this process must stop. A run has one weights service: stop the other one to have this one"
+    )
+
+
 def conflicting_version_message(known: VersionRecord, record: VersionRecord) -> str:
     """What `announce_version` says about a name that is taken."""
     return f"version {record.name} is announced as {known.model_dump_json()}, refused: {record.model_dump_json()}"

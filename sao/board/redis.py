@@ -13,7 +13,12 @@ from typing import Any
 from redis import asyncio as aioredis
 
 from sao.board.base import EngineFacts, PreferenceConflictError, TrainerFacts, VersionRecord
-from sao.board.messages import conflicting_preference_message, conflicting_version_message, fenced_message
+from sao.board.messages import (
+    conflicting_preference_message,
+    conflicting_version_message,
+    fenced_message,
+    fenced_weights_message,
+)
 from sao.config.schema import RunConfig
 from sao.preference import Preference, PreferenceDocument
 from sao.redis_client import Arg, RunKeys, Scripts, connect_redis, redis_errors
@@ -74,14 +79,34 @@ class RedisBoard:
         texts = await self._hash(self._keys.versions)
         return {name: VersionRecord.model_validate_json(text) for name, text in texts.items()}
 
-    async def write_engine(self, facts: EngineFacts) -> None:
-        with redis_errors(f"write facts of {facts.engine_id}"):
-            await self._scripts.run("write_engine", [self._keys.engines], [facts.engine_id, facts.model_dump_json()])
+    async def new_weights_epoch(self, owner: str, *, above: int = 0) -> int:
+        with redis_errors("claim an epoch of the weights service"):
+            epoch, _ = await self._scripts.run("hold_weights", [self._keys.board], [0, owner, above])
+        return int(epoch)
 
-    async def remove_engine(self, engine_id: str) -> None:
+    async def hold_weights_epoch(self, epoch: int, owner: str) -> None:
+        with redis_errors("hold the epoch of the weights service"):
+            reply = await self._scripts.run("hold_weights", [self._keys.board], [epoch, owner, 0])
+        self._require_weights_epoch(epoch, reply)
+
+    def _require_weights_epoch(self, epoch: int, reply: tuple[int, bytes]) -> None:
+        newest, owner = reply
+        if newest > epoch:
+            raise FencedError(fenced_weights_message(epoch, newest, owner.decode()))
+
+    async def write_engine(self, facts: EngineFacts) -> None:
+        keys = [self._keys.board, self._keys.engines]
+        args: list[Arg] = [facts.epoch, facts.engine_id, facts.model_dump_json()]
+        with redis_errors(f"write facts of {facts.engine_id}"):
+            reply = await self._scripts.run("write_engine", keys, args)
+        self._require_weights_epoch(facts.epoch, reply)
+
+    async def remove_engine(self, engine_id: str, *, epoch: int = 0) -> None:
+        keys = [self._keys.board, self._keys.engines]
+        args: list[Arg] = [epoch, engine_id, ""]
         with redis_errors(f"forget {engine_id}"):
-            removed: Any = self._client.hdel(self._keys.engines, engine_id)
-            await removed
+            reply = await self._scripts.run("write_engine", keys, args)
+        self._require_weights_epoch(epoch, reply)
 
     async def engines(self) -> dict[str, EngineFacts]:
         texts = await self._hash(self._keys.engines)

@@ -10,11 +10,15 @@ tests/contract/test_version_store.py runs on every implementation.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Protocol
 
+from sao.weights.checkpoint import sha256_of
 from sao.weights.manifest import Manifest
+
+Checksum = Callable[[Path], str]
+"""Hex SHA-256 of a file."""
 
 
 class VersionStoreError(Exception):
@@ -55,9 +59,17 @@ class VersionStore(Protocol):
     def path(self, version: str) -> Path:
         """Where the version's files lie (absolute)."""
 
-    def verify(self, version: str) -> None:
-        """Recompute every file's checksum; IncompleteVersionError when one differs, is missing or is one too many.
+    def staged(self) -> list[Path]:
+        """Directories of versions that are being written, for who reads ahead.
 
+        Files in them may be unfinished, change and go at any time; they keep their identity when the version is
+        committed.
+        """
+
+    def verify(self, version: str, checksum: Checksum = sha256_of) -> None:
+        """Compare every file's checksum; IncompleteVersionError when one differs, is missing or is one too many.
+
+        `checksum`: of one file, for a caller that has read it already.
         One too many matters: an engine loads every *.safetensors file it finds in the directory.
         """
 

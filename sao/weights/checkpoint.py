@@ -10,7 +10,10 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from sao.weights.manifest import FileEntry, TensorEntry
@@ -76,6 +79,10 @@ def tensor_slots(file: Path) -> list[TensorSlot]:
         msg = f"{file}: the safetensors header is broken: {type(error).__name__}: {error}"
         raise CheckpointFormatError(msg) from error
     slots.sort(key=lambda slot: slot.start)
+    for before, slot in pairwise(slots):
+        if slot.start < before.start + before.size:
+            msg = f"{file}: tensor {slot.name} begins at byte {slot.start}, inside {before.name}"
+            raise CheckpointFormatError(msg)
     if slots and slots[-1].start + slots[-1].size > total:
         msg = f"{file}: tensor {slots[-1].name} ends at byte {slots[-1].start + slots[-1].size} of {total}"
         raise CheckpointFormatError(msg)
@@ -142,13 +149,52 @@ def _chunk_is_finite(chunk: bytes, dtype: str) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class FileReading:
+    """What one pass over a file has found."""
+
+    sha256: str
+    non_finite: str | None
+    """Name of a tensor in it that holds a NaN or an infinity; looks at float32, bfloat16 and float16."""
+
+
+def read_file(file: Path) -> FileReading:
+    """Read a file once, for its checksum and for tensors that are not finite.
+
+    The values of a *.safetensors file with a broken header can't be looked at; `tensor_slots` says what is broken.
+    Not memory-mapped: a file that somebody cuts short meanwhile would end the process.
+    """
+    digest, bad = hashlib.sha256(), None
+    # SHA-256 lets other threads run: with a core to spare, reading on and looking at values takes no time of its own.
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        hashing = beside.submit(digest.update, b"")
+        for slot, chunk in _parts(file):
+            hashing.result()  # no more than two chunks in memory
+            hashing = beside.submit(digest.update, chunk)
+            if slot is not None and bad is None and not _chunk_is_finite(chunk, slot.dtype):
+                bad = slot.name
+    return FileReading(digest.hexdigest(), bad)
+
+
+def _parts(file: Path) -> Iterator[tuple[TensorSlot | None, bytes]]:
+    """All of a file in chunks, each with the tensor it is of; None for what is of no tensor."""
+    at, slots = 0, []
+    if file.suffix == ".safetensors":
+        with suppress(CheckpointFormatError):
+            slots = [slot for slot in tensor_slots(file) if slot.size > 0]
+    for slot in slots:
+        for chunk in _chunks(file, at, slot.start - at):
+            yield None, chunk
+        for chunk in _chunks(file, slot.start, slot.size):
+            yield slot, chunk
+        at = slot.start + slot.size
+    for chunk in _chunks(file, at, file.stat().st_size - at):
+        yield None, chunk
+
+
 def first_non_finite(directory: Path) -> str | None:
     """Name of a tensor that holds a NaN or an infinity, or None; looks at float32, bfloat16 and float16."""
-    for file in weight_files(directory):
-        for slot in tensor_slots(file):
-            if not all(_chunk_is_finite(chunk, slot.dtype) for chunk in _chunks(file, slot.start, slot.size)):
-                return slot.name
-    return None
+    return next((bad for file in weight_files(directory) if (bad := read_file(file).non_finite) is not None), None)
 
 
 def zero_tensors(directory: Path) -> list[str]:

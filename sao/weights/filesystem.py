@@ -25,6 +25,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from sao.weights.base import (
+    Checksum,
     IncompleteVersionError,
     NoSpaceError,
     StaleWriterError,
@@ -39,8 +40,8 @@ _HOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _LOCK_DEADLINE_S = 10.0
 
 
-def check_files(version: str, manifest: Manifest, directory: Path, *, checksums: bool) -> None:
-    """Compare a directory with its manifest; IncompleteVersionError names the first file that differs."""
+def check_files(version: str, manifest: Manifest, directory: Path, checksum: Checksum | None) -> None:
+    """Compare a directory with its manifest, also by `checksum`; IncompleteVersionError names the first difference."""
     expected = {entry.name: entry for entry in manifest.files}
     found = {file.relative_to(directory).as_posix(): file for file in directory.rglob("*") if file.is_file()}
     found.pop(MANIFEST_FILE, None)
@@ -55,7 +56,7 @@ def check_files(version: str, manifest: Manifest, directory: Path, *, checksums:
         if size != expected[name].size:
             msg = f"version {version}: {name} has {size} bytes, the manifest says {expected[name].size}"
             raise IncompleteVersionError(msg)
-        if checksums and (digest := sha256_of(found[name])) != expected[name].sha256:
+        if checksum is not None and (digest := checksum(found[name])) != expected[name].sha256:
             msg = f"version {version}: {name} has sha256 {digest}, the manifest says {expected[name].sha256}"
             raise IncompleteVersionError(msg)
 
@@ -133,7 +134,7 @@ class FileSystemVersionStore:
         if directory.resolve() != staging or not staging.is_dir():
             msg = f"version {version}: commit the directory that allocate gave, {staging}, not {directory}"
             raise VersionStoreError(msg)
-        check_files(version, manifest, staging, checksums=False)
+        check_files(version, manifest, staging, checksum=None)
         for entry in manifest.files:
             _sync(staging / entry.name)
         _write_synced(staging / MANIFEST_FILE, manifest.model_dump_json(indent=1).encode())
@@ -175,8 +176,11 @@ class FileSystemVersionStore:
             raise UnknownVersionError(msg)
         return directory
 
-    def verify(self, version: str) -> None:
-        check_files(version, self.manifest(version), self.path(version), checksums=True)
+    def staged(self) -> list[Path]:
+        return sorted(entry for entry in (self._root / "staging").iterdir() if entry.is_dir())
+
+    def verify(self, version: str, checksum: Checksum = sha256_of) -> None:
+        check_files(version, self.manifest(version), self.path(version), checksum)
 
     def lease(self, version: str, holder: str) -> None:
         file = self._lease_file(holder)

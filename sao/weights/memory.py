@@ -9,12 +9,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 from sao.weights.base import (
+    Checksum,
     IncompleteVersionError,
     NoSpaceError,
     StaleWriterError,
     UnknownVersionError,
     VersionStoreError,
 )
+from sao.weights.checkpoint import sha256_of
 from sao.weights.filesystem import check_files
 from sao.weights.manifest import Manifest
 
@@ -48,7 +50,7 @@ class MemoryVersionStore:
             if version in self._committed or self._allocated.get(version) != directory.resolve():
                 msg = f"version {version}: {directory} was not allocated for it, or it is committed already"
                 raise VersionStoreError(msg)
-            check_files(version, manifest, directory, checksums=False)
+            check_files(version, manifest, directory, checksum=None)
             newest = self.names()[-1:]
             if newest and self._committed[newest[0]].trainer_epoch > manifest.trainer_epoch:
                 msg = f"version {version}: trainer epoch {manifest.trainer_epoch} was overtaken by that of {newest[0]}"
@@ -71,12 +73,20 @@ class MemoryVersionStore:
         self.manifest(version)
         return self._allocated[version]
 
-    def verify(self, version: str) -> None:
+    def staged(self) -> list[Path]:
+        with self._lock:
+            return [
+                directory
+                for name, directory in self._allocated.items()
+                if name not in self._committed and directory.is_dir()
+            ]
+
+    def verify(self, version: str, checksum: Checksum = sha256_of) -> None:
         manifest = self.manifest(version)
         if not self.path(version).is_dir():
             msg = f"version {version}: its directory is gone"
             raise IncompleteVersionError(msg)
-        check_files(version, manifest, self.path(version), checksums=True)
+        check_files(version, manifest, self.path(version), checksum)
 
     def lease(self, version: str, holder: str) -> None:
         with self._lock:

@@ -18,7 +18,7 @@ from sao.config import ConfigError
 from sao.config.schema import RunConfig
 from sao.problems import Bearer, install
 from sao.rest import Server
-from sao.streams.base import StreamUnavailableError
+from sao.streams.base import FencedError, StreamUnavailableError
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from sao.telemetry.routes import TELEMETRY_PATHS, answer
@@ -27,6 +27,7 @@ from sao.weights.control import CONTROL_FILE, ControlFile, ControlFileError
 from sao.weights.filesystem import FileSystemVersionStore
 from services.weights import metrics
 from services.weights.canary import CalibrateOnFirst, Exact, Tolerance
+from services.weights.claim import EPOCHS_FOLDER, Claim, this_process
 from services.weights.discovery.base import Discovery, DiscoveryError, Located
 from services.weights.discovery.dns import DnsDiscovery
 from services.weights.discovery.static import StaticDiscovery
@@ -36,6 +37,7 @@ from services.weights.fleet import Fleet
 from services.weights.holds import Holds
 from services.weights.keeper import Keeper, KeeperSettings
 from services.weights.members import Members
+from services.weights.readings import ReadAhead
 from services.weights.routes import WeightRoutes
 from services.weights.slots import Slots
 
@@ -45,6 +47,7 @@ _STALL_ROUNDS = 12
 _STOP_S = 2.0
 _BOARD_WAIT_S = 60.0
 _LOOK_EVERY_S = 3.0
+_HOLD_EVERY_S = 1.0
 _LOOK_S = 2.0
 """Longest wait for one answer about which engines there are."""
 
@@ -100,7 +103,7 @@ def build_discovery(config: RunConfig) -> Discovery:
 
 
 def build_fleet(
-    config: RunConfig, board: Board, store: VersionStore, health: Health
+    config: RunConfig, board: Board, store: VersionStore, health: Health, claim: Claim | None = None
 ) -> tuple[Fleet, Slots, Callable[[EngineControl], Keeper]]:
     """A fleet without engines, and what makes a keeper for one."""
     drift = config.weights.canary_drift_max
@@ -111,6 +114,7 @@ def build_fleet(
         keep_versions=config.weights.keep_versions,
         holds=Holds(ControlFile(config.versions_dir / CONTROL_FILE)),
         drift_max=drift if drift != "off" else None,
+        claim=claim,
     )
     settings = KeeperSettings(
         attempts=config.weights.round_attempts,
@@ -147,12 +151,19 @@ async def _patiently(call: Callable[[], Awaitable[None]], stop: asyncio.Event) -
     return None
 
 
+def _first(group: ExceptionGroup[FencedError]) -> FencedError:
+    """One of them: each part of the service that wrote says the same."""
+    found = group.exceptions[0]
+    return _first(found) if isinstance(found, ExceptionGroup) else found
+
+
 async def main(config: RunConfig, stop: asyncio.Event) -> None:
     """Serve REST and keep every engine at the newest version until told to stop."""
     board = sao.board.connect(config)
     store = FileSystemVersionStore(config.versions_dir, config.checkpoint.free_space_mb << 20)
     health = Health(stalled_after_s=_STALL_ROUNDS * config.weights.step_timeout_s)
-    fleet, slots, keeper_for = build_fleet(config, board, store, health)
+    claim = Claim(board, config.versions_dir / EPOCHS_FOLDER, owner=this_process())
+    fleet, slots, keeper_for = build_fleet(config, board, store, health, claim)
     discovery = build_discovery(config)
     members = Members(discovery, fleet, slots, make_engine=partial(build_engine, config), make_keeper=keeper_for)
     metrics.ENGINES_QUARANTINED.set_function(
@@ -163,11 +174,14 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     try:
         with socket.create_server((config.weights.bind, config.weights.port), family=family) as listener:
             log.info("weights service listens", bind=config.weights.bind, port=listener.getsockname()[1])
+            await _patiently(claim.take, stop)
             await _patiently(members.begin, stop)
             health.working("keeping the engines")
             health.set_ready(True)
             async with asyncio.TaskGroup() as group:
                 parts = [group.create_task(fleet.run(stop, config.weights.poll_s))]
+                parts += [group.create_task(ReadAhead(store, fleet.readings).run(stop, config.weights.poll_s))]
+                parts += [group.create_task(claim.run(stop, _HOLD_EVERY_S))]
                 parts += [group.create_task(members.run(stop, _LOOK_EVERY_S))]
                 parts += [group.create_task(server.serve(sockets=[listener]))]
                 await stop.wait()
@@ -175,6 +189,10 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
                 _, late = await asyncio.wait(parts, timeout=_STOP_S)
                 for task in late:
                     task.cancel()
+    except ExceptionGroup as group:
+        if fenced := group.subgroup(FencedError):
+            raise _first(fenced) from None
+        raise
     except ControlFileError as error:
         raise ConfigError(key="weights.store_dir", message=str(error)) from error
     finally:

@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from sao.board.base import Board, TrainerFacts
+from sao.board.base import Board, EngineFacts, TrainerFacts
 from sao.streams.base import StreamUnavailableError
 from sao.telemetry.logs import get_logger
 from sao.weights.base import UnknownVersionError, VersionStore, VersionStoreError
 from sao.weights.checkpoint import CheckpointFormatError, zero_tensors
 from sao.weights.manifest import Manifest
 from services.weights import metrics
+from services.weights.claim import Claim
 from services.weights.guards import doubt
 from services.weights.holds import Holds
 from services.weights.preflight import (
@@ -27,6 +28,7 @@ from services.weights.preflight import (
     layout_difference,
     manifest_layout,
 )
+from services.weights.readings import Readings
 from services.weights.rounds import Evidence, RoundTimings
 from services.weights.staging import Staging
 
@@ -70,12 +72,15 @@ class Fleet:
         keep_versions: int,
         holds: Holds,
         drift_max: float | None = None,
+        claim: Claim | None = None,
     ) -> None:
-        """`drift_max`: see `guards.doubt`."""
+        """`drift_max`: see `guards.doubt`; `claim`: None where no other service can be."""
+        self._claim = claim
         self.board = board
         self.store = store
         self.holds = holds
         self.staging = Staging(store)
+        self.readings = Readings()
         self.target: Manifest | None = None
         self.published = ""
         """The newest version that the trainer has named."""
@@ -83,6 +88,8 @@ class Fleet:
         self.evidence: OrderedDict[str, Evidence] = OrderedDict()
         self.rounds: OrderedDict[str, dict[str, EndedRound]] = OrderedDict()
         """By version and engine."""
+        self.serving: dict[str, str] = {}
+        """The version that each engine serves now, verified."""
         self._engine_ids = set(engine_ids)
         self._keep_versions = keep_versions
         self._drift_max = drift_max
@@ -209,7 +216,7 @@ class Fleet:
             return self.target
         started, signature = time.monotonic(), await asyncio.to_thread(self.staging.signature, version)
         try:
-            manifest = await asyncio.to_thread(inspect, self.store, version, self._reference)
+            manifest = await asyncio.to_thread(inspect, self.store, version, self._reference, self.readings)
         except RefusedVersionError as error:
             self.refuse(version, error.reason, str(error))
             raise
@@ -339,6 +346,17 @@ class Fleet:
         while len(self.rounds) > _ROUNDS_KEPT:
             self.rounds.popitem(last=False)
 
+    @property
+    def epoch(self) -> int:
+        """What this service claimed; its writes carry it."""
+        return self._claim.epoch if self._claim is not None else 0
+
+    def stands(self, facts: EngineFacts) -> None:
+        """Note what an engine serves, or that it serves nobody."""
+        self.serving.pop(facts.engine_id, None)
+        if facts.in_rotation:
+            self.serving[facts.engine_id] = facts.version
+
     def join(self, engine_id: str) -> None:
         """Count on this engine from now on."""
         self._engine_ids.add(engine_id)
@@ -346,6 +364,7 @@ class Fleet:
     def leave(self, engine_id: str) -> None:
         """Count on this engine no more."""
         self._engine_ids.discard(engine_id)
+        self.serving.pop(engine_id, None)
 
     def last_good(self, excluding: str) -> str | None:
         """The version proven last, but not `excluding`, that nobody holds, nothing refuses and the store still has."""

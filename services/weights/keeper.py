@@ -3,9 +3,11 @@
 - Retries are bounded (`attempts` rounds per version), then the engine either goes back to the last good version or
   stays in quarantine.
 - A version that ends engines is tried twice, then it counts as one that they could not prove.
-- A version that other engines have proven is tried again after `cool_down_s`, as is an engine that was unreachable; a
-  version that nobody could prove is not. One that the engine answers with an error is tried again ever later, up to
-  `_REFUSED_MOST` times `cool_down_s`, for each try takes it out of rotation.
+- A version that was given up is tried again after `cool_down_s`, then with one round ever later, up to `_LATER_MOST`
+  times as long, for each try is a failed round more, or takes the engine out of rotation; at once when an engine that
+  did not answer answers again. One that nobody could prove is not tried again.
+- A version whose files are found damaged when an engine was started anew is refused only if no other engine serves it,
+  verified: else this engine waits, and the others go on.
 - All that can be done before an engine leaves rotation is done before (staging.py); a version found damaged then never
   costs the engine what it serves.
 - An engine that serves leaves rotation only with a slot (slots.py); while it waits for one it goes on serving.
@@ -48,7 +50,7 @@ from services.weights.staging import Staged, on_this_host
 
 log = get_logger(__name__)
 _VERIFIED_KEPT = 16
-_REFUSED_MOST = 8
+_LATER_MOST = 8
 _LOADED = {EngineState.LOADING, EngineState.VERIFYING}
 _ENDED_AT_MOST = 2
 """Rounds of one version in which an engine fell silent after it was told to load."""
@@ -78,6 +80,8 @@ class _GivenUp:
     unproven: bool
     refused: bool = False
     """The engine answered, with an error: what it served before may still load."""
+    damaged: bool = False
+    """Its files: another engine that serves it is why it is not refused."""
 
 
 class Keeper:
@@ -104,8 +108,10 @@ class Keeper:
         self._wall_clock = wall_clock
         self._failures: dict[str, int] = {}
         self._given_up: dict[str, _GivenUp] = {}
-        self._refused: dict[str, int] = {}
-        """How often each version was given up because the engine answered with an error."""
+        self._times_given_up: Counter[str] = Counter()
+        """In a row."""
+        self._told = ("", "")
+        """The version given up last, and why: said once, not every few seconds."""
         self._ended: Counter[str] = Counter()
         self._looked_at = float("-inf")
         self._compared_at = float("-inf")
@@ -246,6 +252,8 @@ class Keeper:
                 if self.facts.state is EngineState.STARTING:  # a quarantined one has a reason already
                     await self._write(self.facts.model_copy(update={"error": str(error)}))
             return False
+        if self._silence:
+            self._try_at_once()
         self._answers, self._silence = True, ""
         self._looked_at = float("-inf")  # it may have been started anew: its label is news
         if not tested:
@@ -270,18 +278,32 @@ class Keeper:
         good = await asyncio.to_thread(self._fleet.last_good, target.version)
         return good if good is not None and await self._may_try(good) else None
 
+    def _try_at_once(self) -> None:
+        """What was given up because the engine did not answer, now that it does."""
+        for version, given_up in list(self._given_up.items()):
+            if not (given_up.unproven or given_up.refused or given_up.damaged):
+                del self._given_up[version]
+                self._failures.pop(version, None)
+
     async def _may_try(self, version: str) -> bool:
         given_up = self._given_up.get(version)
         if given_up is None:
             return True
         proven = version in self._fleet.evidence
         again = self._clock() >= given_up.retry_at and (proven or not given_up.unproven)
+        again = again or (given_up.damaged and not self._served_elsewhere(version))
+        started_anew = False
         if not again and self.facts.state is EngineState.QUARANTINED and self._due():
-            again = await self._label() not in {None, given_up.label}
+            label = await self._label()
+            self._answers = label is not None  # one that does not is met anew, and tried at once then
+            again = started_anew = label not in {None, given_up.label}
         if again:
             del self._given_up[version]
-            self._failures.pop(version, None)
+            self._failures[version] = 0 if started_anew else self._settings.attempts - 1
         return again
+
+    def _served_elsewhere(self, version: str) -> bool:
+        return any(served == version for other, served in self._fleet.serving.items() if other != self.facts.engine_id)
 
     async def _label(self) -> str | None:
         try:
@@ -326,9 +348,9 @@ class Keeper:
         try:
             self._staged = reading.result()
         except IncompleteVersionError as error:
-            retry_at = self._clock() + self._settings.cool_down_s
-            self._given_up[found] = _GivenUp(retry_at, await self._label() or "", unproven=True)
-            if found not in self._fleet.refused:
+            elsewhere = self._served_elsewhere(found)
+            self._give_up(found, str(error), await self._label(), unproven=not elsewhere, damaged=elsewhere)
+            if not elsewhere and found not in self._fleet.refused:
                 self._fleet.refuse(found, "files", str(error))
             if self.facts.state is not EngineState.SERVING:
                 await self._quarantine(str(error))
@@ -419,7 +441,8 @@ class Keeper:
         )
         self._looked_at = self._clock()
         self._failures.pop(manifest.version, None)
-        self._refused.pop(manifest.version, None)
+        self._times_given_up.pop(manifest.version, None)
+        self._told = ("", "")
         self._left_with(manifest.version)
         self._served_update = manifest.update
         metrics.SERVING_UPDATE.labels(self._engine.engine_id).set(manifest.update)
@@ -440,20 +463,43 @@ class Keeper:
 
     async def _failed(self, version: str, error: str, *, unproven: bool, refused: bool = False) -> None:
         self._failures[version] = self._failures.get(version, 0) + 1
-        log.error(
-            "round failed", engine=self._engine.engine_id, version=version, attempt=self._failures[version], error=error
-        )
+        if self._told != (version, error):
+            attempt = self._failures[version]
+            log.error("round failed", engine=self._engine.engine_id, version=version, attempt=attempt, error=error)
         if self._failures[version] >= self._settings.attempts:
-            times = self._refused[version] = self._refused.get(version, 0) + refused
-            later = min(2 ** max(times - 1, 0), _REFUSED_MOST) if refused else 1
-            retry_at = self._clock() + later * self._settings.cool_down_s
             label = await self._label()
-            self._given_up[version] = _GivenUp(retry_at, label or "", unproven, refused)
+            self._give_up(version, error, label, unproven=unproven, refused=refused)
             if label is not None:
                 self._left_with(label)
             if unproven:
                 self._fleet.failed_verification(version, self._engine.engine_id, error)
         await self._quarantine(error)
+
+    def _give_up(
+        self,
+        version: str,
+        error: str,
+        label: str | None,
+        *,
+        unproven: bool,
+        refused: bool = False,
+        damaged: bool = False,
+    ) -> None:
+        self._times_given_up[version] += 1
+        later_s = min(2 ** (self._times_given_up[version] - 1), _LATER_MOST) * self._settings.cool_down_s
+        self._given_up[version] = _GivenUp(self._clock() + later_s, label or "", unproven, refused, damaged)
+        if self._told == (version, error):
+            return
+        self._told = version, error
+        most_s = _LATER_MOST * self._settings.cool_down_s
+        log.warning(
+            "given up for now, tried again later and later; not said again while the error is the same",
+            engine=self._engine.engine_id,
+            version=version,
+            error=error,
+            next_in_s=later_s,
+            at_most_s=most_s,
+        )
 
     def _left_with(self, label: str) -> None:
         """A later attempt with another version changes the label, too; only what we did not do is a restart."""
@@ -471,7 +517,8 @@ class Keeper:
         await self._write(self.facts.model_copy(update=facts))
 
     async def _write(self, facts: EngineFacts) -> None:
-        self.facts = facts
+        self.facts = facts = facts.model_copy(update={"epoch": self._fleet.epoch})
+        self._fleet.stands(facts)
         self._unwritten = True  # until the board has it: the next step writes it again
         for state in EngineState:
             metrics.ENGINE_STATE.labels(self._engine.engine_id, state.value).set(float(state is facts.state))

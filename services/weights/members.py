@@ -3,7 +3,7 @@
 - An engine that joins is brought up like any other: it is in rotation when its keeper has proven it.
 - An engine that is not named any more leaves after `absent_looks` answers without it in a row. Its keeper ends the
   round it is in; then the board forgets the engine, and its leases are given back.
-- A look that fails changes nothing.
+- A look that fails changes nothing, and the first look after a start is one of several, like any other.
 """
 
 from __future__ import annotations
@@ -68,20 +68,26 @@ class Members:
             await member.engine.close()
 
     async def begin(self) -> None:
-        """Take in those that are there now; what an earlier process knew of others is forgotten.
+        """Take in those that are there now, and those that an earlier process knew.
 
+        One answer without them proves nothing. An engine that has another name by now is forgotten at once: it must
+        not have two keepers.
         Raises DiscoveryError, StreamUnavailableError.
         """
         found = await self._discovery.look()
         for located in found:
             if located.engine_id not in self._members:
                 self._join(located)
+        addresses = {located.url for located in found}
+        for facts in (await self._fleet.board.engines()).values():
+            if facts.engine_id not in self._members and facts.url not in addresses:
+                self._join(Located(facts.engine_id, facts.url)).absent = 1
         await self._fleet.restore()
         for member in self._members.values():
             await member.keeper.restore()
         for engine_id in sorted((await self._fleet.board.engines()).keys() - self._members.keys()):
             log.info("the board forgets an engine that left the run", engine=engine_id)
-            await self._fleet.board.remove_engine(engine_id)
+            await self._fleet.board.remove_engine(engine_id, epoch=self._fleet.epoch)
 
     async def run(self, stop: asyncio.Event, every_s: float) -> None:
         """Keep every engine, and look for others every `every_s`, until told to stop; rounds are finished."""
@@ -161,7 +167,7 @@ class Members:
         if member.task is not None and not member.task.done():
             return  # in a round, whose steps have deadlines
         try:
-            await self._fleet.board.remove_engine(engine_id)
+            await self._fleet.board.remove_engine(engine_id, epoch=self._fleet.epoch)
             for holder in (engine_id, member.keeper.loading):
                 await asyncio.to_thread(self._fleet.store.release, holder)
         except (StreamUnavailableError, VersionStoreError, OSError) as error:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from sao.weights.base import IncompleteVersionError, VersionStore
-from sao.weights.checkpoint import CheckpointFormatError, first_non_finite, tensor_slots, weight_files
+from sao.weights.checkpoint import CheckpointFormatError, tensor_slots, weight_files
 from sao.weights.manifest import Manifest
+from services.weights.readings import Readings
 
 Layout = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and dtype by tensor name."""
@@ -65,20 +65,18 @@ def layout_difference(found: Layout, expected: Layout, *, dtypes: bool = True) -
     return None
 
 
-def inspect(store: VersionStore, version: str, reference: Layout | None) -> Manifest:
+def inspect(store: VersionStore, version: str, reference: Layout | None, readings: Readings) -> Manifest:
     """Check everything about one version; RefusedVersionError says what is wrong, OSError that it cannot be read now.
 
-    `reference` is the layout of the run's first version, or of the checkpoint the engines were started from.
+    `reference` is the layout of the run's first version, or of the checkpoint the engines were started from;
+    `readings` have most of the files already.
     """
     directory = store.path(version)
-    # SHA-256 lets other threads run: with a core to spare the two passes take the time of the longer one.
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        non_finite = beside.submit(first_non_finite, directory)
-        try:
-            store.verify(version)
-            manifest = store.manifest(version)
-        except IncompleteVersionError as error:
-            raise RefusedVersionError(version, "files", str(error)) from error
+    try:
+        found = readings.verify(store, version)
+        manifest = store.manifest(version)
+    except IncompleteVersionError as error:
+        raise RefusedVersionError(version, "files", str(error)) from error
     promised = manifest_layout(manifest)
     fused = next((name for name in promised if _FUSED.search(name)), None)
     if fused is not None:
@@ -89,7 +87,7 @@ def inspect(store: VersionStore, version: str, reference: Layout | None) -> Mani
     try:
         if difference := layout_difference(directory_layout(directory), promised):
             raise RefusedVersionError(version, "layout", f"files differ from the manifest: {difference}")
-        if (bad := non_finite.result()) is not None:
+        if (bad := next((one.non_finite for one in found if one.non_finite is not None), None)) is not None:
             raise RefusedVersionError(version, "non_finite", f"{bad} holds NaN or infinity")
         _check_config(version, manifest, json.loads((directory / "config.json").read_bytes()))
     except (CheckpointFormatError, FileNotFoundError, json.JSONDecodeError) as error:

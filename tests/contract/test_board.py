@@ -114,6 +114,41 @@ async def test_an_engine_that_left_is_forgotten(board: Board) -> None:
     assert await board.engines() == {"engine-0": stays}
 
 
+def engine(epoch: int, version: str = "v1") -> EngineFacts:
+    return EngineFacts(
+        engine_id="engine-0", url="http://a", state=EngineState.SERVING, version=version, since_s=1.5, epoch=epoch
+    )
+
+
+async def test_a_weights_service_that_starts_later_fences_the_earlier_one(board: Board) -> None:
+    old = await board.new_weights_epoch("host-a, process 1")
+    await board.write_engine(engine(old))
+    new = await board.new_weights_epoch("host-b, process 2")
+    assert new > old
+    refused = (
+        board.write_engine(engine(old, "v2")),
+        board.remove_engine("engine-0", epoch=old),
+        board.hold_weights_epoch(old, "host-a, process 1"),
+    )
+    for call in refused:
+        with pytest.raises(FencedError, match=rf"epoch {old} is fenced: epoch {new} \(host-b, process 2\)"):
+            await call
+    assert await board.engines() == {"engine-0": engine(old)}
+    await board.hold_weights_epoch(new, "host-b, process 2")
+    await board.write_engine(engine(new, "v2"))
+    assert await board.engines() == {"engine-0": engine(new, "v2")}
+    await board.remove_engine("engine-0", epoch=new)
+    assert await board.engines() == {}
+
+
+async def test_a_board_that_forgot_who_keeps_the_engines_is_told_again(board: Board) -> None:
+    """As after the loss of the store's file: the one that still serves says so, and fences as before."""
+    await board.hold_weights_epoch(7, "host-b, process 2")
+    with pytest.raises(FencedError, match=r"epoch 6 is fenced: epoch 7 \(host-b"):
+        await board.hold_weights_epoch(6, "host-a, process 1")
+    assert await board.new_weights_epoch("host-c, process 3", above=41) == 42
+
+
 async def test_preferences_count_from_one_and_stay_readable(board: Board) -> None:
     for version, name in enumerate(("cute", "classical"), start=1):
         stored = await board.put_preference(document(name))

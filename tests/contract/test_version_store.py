@@ -19,9 +19,10 @@ from sao.weights.base import (
     VersionStore,
     VersionStoreError,
 )
+from sao.weights.checkpoint import sha256_of
 from sao.weights.filesystem import FileSystemVersionStore
 from sao.weights.memory import MemoryVersionStore
-from tests.support.versions import manifest_for, publish
+from tests.support.versions import floats, manifest_for, publish, write_safetensors
 
 
 def _file_system(root: Path) -> VersionStore:
@@ -51,6 +52,30 @@ def test_a_committed_version_reads_back(store: VersionStore) -> None:
     assert store.path(published).is_absolute()
     assert (store.path(published) / "model.safetensors").stat().st_size == manifest.files[1].size
     store.verify(published)
+
+
+def test_what_is_being_written_can_be_read_ahead_and_stays_the_same_file(store: VersionStore) -> None:
+    assert store.staged() == []
+    version, directory = store.allocate()
+    write_safetensors(directory / "model.safetensors", {"w": floats(1.0)})
+    assert store.staged() == [directory]
+    before = (directory / "model.safetensors").stat()
+    after = (store.commit(manifest_for(version, directory), directory) / "model.safetensors").stat()
+    assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
+    assert store.staged() == []
+
+
+def test_a_caller_may_say_what_a_files_checksum_is(store: VersionStore) -> None:
+    asked: list[str] = []
+
+    def checksum(file: Path) -> str:
+        asked.append(file.name)
+        return sha256_of(file) if file.name == "config.json" else "0" * 64
+
+    version = publish(store)
+    with pytest.raises(IncompleteVersionError, match=r"model\.safetensors has sha256 000"):
+        store.verify(version, checksum)
+    assert asked == ["config.json", "model.safetensors"]
 
 
 def test_a_half_written_version_is_invisible(store: VersionStore) -> None:

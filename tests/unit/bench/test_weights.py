@@ -42,7 +42,7 @@ def test_an_episode_ends_once() -> None:
 
 
 def _measured(sync: float, pause: float) -> Measurement:
-    steps = {"load": pause, "canary": 0.1}
+    steps = {"load": pause, "checksums": 0.2, "canary": 0.1, "prime": 0.1}
     return Measurement(write=1.0, commit=1.0, sync=sync, pause=pause, steps=steps, copy=0.5, reload=0.5)
 
 
@@ -52,5 +52,7 @@ def test_sync_and_pause_are_held_to_their_bars() -> None:
     assert not slow["passed"]
     assert not long["passed"]
     assert "1.6 of copy and reload" in slow["problems"][0]
+    assert slow["problems"][0].endswith("the engine's own load, checksums, canary alone take 0.6")
+    assert (slow["medians"]["engine"], slow["medians"]["floor"]) == (0.6, 0.6)
     assert "the pause" in long["problems"][0]
     assert judge_sync([_measured(1.0, 0.2), _measured(1.0, 0.2), _measured(9.0, 9.0)])["passed"], "medians"

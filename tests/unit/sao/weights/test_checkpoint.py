@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import struct
 from pathlib import Path
@@ -12,9 +13,11 @@ from hypothesis import strategies as st
 
 from sao.weights.checkpoint import (
     CheckpointFormatError,
+    FileReading,
     describe_files,
     describe_tensors,
     first_non_finite,
+    read_file,
     sha256_of,
     tensor_slots,
     zero_tensors,
@@ -70,6 +73,40 @@ def test_non_finite_float32_is_found_exactly(tmp_path_factory: pytest.TempPathFa
     write_safetensors(folder / "m.safetensors", {"fine": floats(0.0), "w": floats(*values)})
     expected = None if all(math.isfinite(value) for value in values) else "w"
     assert first_non_finite(folder) == expected
+
+
+@given(
+    tensors=st.lists(st.lists(st.floats(width=32), max_size=9), max_size=4),
+    chunk=st.sampled_from([8, 16]),
+    tail=st.binary(max_size=20),
+)
+def test_one_pass_finds_checksum_and_values_wherever_a_chunk_ends(
+    tmp_path_factory: pytest.TempPathFactory, tensors: list[list[float]], chunk: int, tail: bytes
+) -> None:
+    file = tmp_path_factory.mktemp("pass") / "m.safetensors"
+    write_safetensors(file, {f"w{at}": floats(*values) for at, values in enumerate(tensors)})
+    file.write_bytes(file.read_bytes() + tail)
+    bad = [f"w{at}" for at, values in enumerate(tensors) if not all(map(math.isfinite, values))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sao.weights.checkpoint._CHUNK", chunk)
+        found = read_file(file)
+    assert found == FileReading(hashlib.sha256(file.read_bytes()).hexdigest(), bad[0] if bad else None)
+
+
+def test_a_file_that_is_no_checkpoint_is_read_all_the_same(tmp_path: Path) -> None:
+    for name in ("config.json", "broken.safetensors"):
+        (tmp_path / name).write_bytes(b"{}")
+        assert read_file(tmp_path / name) == FileReading(hashlib.sha256(b"{}").hexdigest(), None)
+
+
+def test_tensors_that_share_bytes_are_named(tmp_path: Path) -> None:
+    header = (
+        b'{"a":{"shape":[2],"dtype":"F32","data_offsets":[0,8]},"b":{"shape":[1],"dtype":"F32","data_offsets":[4,8]}}'
+    )
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    with pytest.raises(CheckpointFormatError, match=r"tensor b begins at byte .*, inside a"):
+        tensor_slots(file)
 
 
 @given(bits=st.lists(st.integers(0, 0xFFFF), min_size=1, max_size=20), half=st.booleans())

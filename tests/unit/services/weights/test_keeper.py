@@ -7,11 +7,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from sao.board.base import EngineState
 from sao.streams.base import StreamUnavailableError
 from sao.weights.base import IncompleteVersionError
 from sao.weights.manifest import Manifest
+from services.weights import metrics
+from services.weights.engines.memory import Faults
 from services.weights.preflight import directory_layout
 from services.weights.staging import Staged
 from tests.support.versions import announce, floats, publish_checkpoint, write_safetensors, write_toy_checkpoint
@@ -110,7 +113,7 @@ async def test_a_version_that_gives_no_log_probs_is_rolled_back_and_refused(
     """Finite weights can overflow too: preflight is not there to see it."""
     good = await world.publish(1)
     await world.settle()
-    monkeypatch.setattr("services.weights.fleet.inspect", lambda store, version, _reference: store.manifest(version))
+    monkeypatch.setattr("services.weights.fleet.inspect", lambda store, version, *_: store.manifest(version))
     bad = await world.publish(2)
     monkeypatch.setattr("services.weights.engines.memory.first_non_finite", lambda path: _is_bad(path, bad.version))
     await world.settle()
@@ -129,7 +132,7 @@ async def test_a_version_that_ends_engines_is_given_up_for_the_last_good_one(
     """Preflight sees shapes and names, not all that can end a server."""
     good = await pair.publish(1)
     await pair.settle()
-    monkeypatch.setattr("services.weights.fleet.inspect", lambda store, version, _reference: store.manifest(version))
+    monkeypatch.setattr("services.weights.fleet.inspect", lambda store, version, *_: store.manifest(version))
     source = write_toy_checkpoint(pair.folder / "deadly", 2)
     write_safetensors(source / "model.safetensors", {"lm_head.weight": floats(1.5, 2.0)})
     deadly = publish_checkpoint(pair.store, source, lambda _, ids: [-1.0] * (len(ids) - 1), update=pair.updates)
@@ -488,6 +491,43 @@ async def test_a_version_that_every_engine_refuses_to_load_leaves_the_last_good_
     await pair.settle(80.0)
     await pair.settle(10.0)
     assert await served() == [(bad, True)] * 2
+
+
+async def test_an_engine_that_hangs_is_tried_ever_later_and_that_is_said_once(pair: World) -> None:
+    """It answers `/model_info` all the time; nothing else tells when it can do more again."""
+    await pair.publish(1)
+    await pair.settle()
+    pair.engines[0].faults.hang = {"generate"}
+    failed = metrics.ROUNDS.labels("engine-0", "unreachable")._value
+    before = failed.get()
+    with capture_logs() as logs:
+        version = (await pair.publish(2)).version
+        for _ in range(60):
+            await pair.settle(10.0)
+    said = [line["event"].partition(",")[0] for line in logs if line["log_level"] in {"warning", "error"}]
+    assert said == ["round failed", "round failed", "given up for now"]
+    assert 5 <= failed.get() - before <= 12, "twice, then after 10, 20, 40 and every 80 s of the 600"
+    assert (await pair.facts(1)).version == version
+    pair.engines[0].faults.hang = ()
+    await pair.settle(80.0)
+    assert (await pair.facts(0)).version == version
+    assert (await pair.facts(0)).in_rotation
+
+
+async def test_an_engine_that_answers_again_is_tried_at_once(pair: World) -> None:
+    await pair.publish(1)
+    await pair.settle()
+    pair.engines[0].faults.hang = {"generate"}
+    version = (await pair.publish(2)).version
+    for _ in range(30):
+        await pair.settle(10.0)
+    pair.engines[0].faults = Faults(unreachable=True)
+    for _ in range(2):
+        await pair.settle(1.5)
+    pair.engines[0].faults = Faults()
+    await pair.settle(1.5)
+    assert (await pair.facts(0)).version == version
+    assert (await pair.facts(0)).in_rotation
 
 
 async def test_an_engine_that_fails_the_last_good_version_too_is_left_alone_for_the_cool_down(pair: World) -> None:

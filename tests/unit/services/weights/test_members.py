@@ -156,17 +156,60 @@ async def test_an_engine_that_comes_back_under_its_name_begins_anew(tmp_path: Pa
         await eventually(lambda: scene.serves("engine-a", version), what="the engine again")
 
 
-async def test_what_the_board_still_names_of_an_earlier_process_is_forgotten(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, "a", "b")
+async def _left_behind(scene: Scene) -> str:
+    """Two engines that serve, and a service that ended; the version."""
     await scene.members.begin()
     version = (await scene.world.publish(1)).version
     async with scene.running():
         await eventually(partial(scene.serves, "engine-a", version), what="the first")
         await eventually(partial(scene.serves, "engine-b", version), what="the second")
+    return version
+
+
+async def test_what_the_board_still_names_of_an_earlier_process_is_forgotten_after_several_looks(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, "a", "b")
+    version = await _left_behind(scene)
     scene.discovery.addresses = ["a"]
     await scene.start().begin()
-    assert sorted(await scene.facts()) == ["engine-a"]
+    assert sorted(await scene.facts()) == ["engine-a", "engine-b"], "a name server that starts answers in part"
+    await scene.world.fleet.follow()
+    async with scene.running():
+        await eventually(partial(scene.serves, "engine-b", version), what="the one that was not named")
+        await scene.members.look()
+        assert sorted(await scene.facts()) == ["engine-a", "engine-b"]
+
+        async def forgotten() -> bool:
+            await scene.members.look()
+            return "engine-b" not in await scene.facts()
+
+        await eventually(forgotten, what="the engine that left to be forgotten")
     assert sorted(scene.world.store.leases()) == ["engine-a", "target"]
+
+
+async def test_an_engine_that_is_named_again_after_a_start_stays(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, "a", "b")
+    version = await _left_behind(scene)
+    kept = (await scene.facts())["engine-b"].verified
+    scene.discovery.addresses = ["a"]
+    await scene.start().begin()
+    await scene.world.fleet.follow()
+    scene.discovery.addresses = ["a", "b"]
+    async with scene.running():
+        for _ in range(4):
+            await scene.members.look()
+        await eventually(partial(scene.serves, "engine-b", version), what="the engine")
+        assert (await scene.facts())["engine-b"].verified == kept == [version]
+
+
+async def test_an_engine_with_another_name_by_now_is_forgotten_at_once(tmp_path: Path) -> None:
+    """After a change from a list to a name: two keepers of one engine would undo each other's rounds."""
+    scene = Scene(tmp_path, "a")
+    old = EngineFacts(engine_id="engine-0", url="memory://a", state=EngineState.SERVING, version="", since_s=1.0)
+    await scene.world.board.write_engine(old)
+    await scene.members.begin()
+    assert sorted(await scene.facts()) == ["engine-a"]
 
 
 async def test_a_board_that_is_away_puts_the_forgetting_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +217,7 @@ async def test_a_board_that_is_away_puts_the_forgetting_off(tmp_path: Path, monk
     await scene.members.begin()
     scene.discovery.addresses = []
 
-    async def away(engine_id: str) -> None:
+    async def away(engine_id: str, *, epoch: int) -> None:
         msg = f"{engine_id}: the board is away"
         raise StreamUnavailableError(msg)
 

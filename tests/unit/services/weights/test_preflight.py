@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from sao.weights.checkpoint import FileReading
 from sao.weights.manifest import Manifest
 from sao.weights.memory import MemoryVersionStore
-from services.weights import preflight
 from services.weights.engines.memory import checkpoint_logprobs
 from services.weights.preflight import Layout, RefusedVersionError, inspect, manifest_layout
+from services.weights.readings import Readings
 from tests.support.versions import floats, publish_checkpoint, write_safetensors, write_toy_checkpoint
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -74,7 +75,7 @@ def test_each_fault_is_refused_by_name(
     change(folder)
     version = publish_checkpoint(store, folder, lambda _, ids: [-1.0] * (len(ids) - 1)).version
     with pytest.raises(RefusedVersionError, match=detail) as caught:
-        inspect(store, version, reference)
+        inspect(store, version, reference, Readings())
     assert caught.value.reason == reason
     assert version in str(caught.value)
 
@@ -85,7 +86,7 @@ def test_a_tied_head_is_refused_even_in_the_first_version(store: MemoryVersionSt
     _config(vocab_size=32, tie_word_embeddings=True)(folder)
     version = publish_checkpoint(store, folder, checkpoint_logprobs).version
     with pytest.raises(RefusedVersionError, match="untie"):
-        inspect(store, version, None)
+        inspect(store, version, None, Readings())
 
 
 def test_damaged_files_are_refused(store: MemoryVersionStore, reference: Layout, tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_damaged_files_are_refused(store: MemoryVersionStore, reference: Layout,
     file = store.path(version) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
     with pytest.raises(RefusedVersionError, match="sha256"):
-        inspect(store, version, reference)
+        inspect(store, version, reference, Readings())
 
 
 def test_a_manifest_that_lies_about_its_files_is_refused(store: MemoryVersionStore, tmp_path: Path) -> None:
@@ -106,12 +107,12 @@ def test_a_manifest_that_lies_about_its_files_is_refused(store: MemoryVersionSto
     manifest: Manifest = honest.model_copy(update={"version": version, "tensors": [lying, *honest.tensors[1:]]})
     store.commit(manifest, directory)
     with pytest.raises(RefusedVersionError, match="differ from the manifest"):
-        inspect(store, version, None)
+        inspect(store, version, None, Readings())
 
 
 def test_a_good_version_passes(store: MemoryVersionStore, reference: Layout, tmp_path: Path) -> None:
     good = publish_checkpoint(store, write_toy_checkpoint(tmp_path / "b", 2), checkpoint_logprobs)
-    assert inspect(store, good.version, reference) == good
+    assert inspect(store, good.version, reference, Readings()) == good
 
 
 def test_a_disk_that_does_not_answer_condemns_no_version(
@@ -120,11 +121,11 @@ def test_a_disk_that_does_not_answer_condemns_no_version(
     """A refusal is for ever, and the version is whole."""
     manifest = publish_checkpoint(store, write_toy_checkpoint(tmp_path / "next", 1), checkpoint_logprobs)
 
-    def broken(directory: Path) -> str | None:
-        raise OSError(errno.EIO, "Input/output error", str(directory))
+    def broken(file: Path) -> FileReading:
+        raise OSError(errno.EIO, "Input/output error", str(file))
 
     with monkeypatch.context() as patch:
-        patch.setattr(preflight, "first_non_finite", broken)
+        patch.setattr("services.weights.readings.read_file", broken)
         with pytest.raises(OSError, match="Input/output error"):
-            inspect(store, manifest.version, reference)
-    assert inspect(store, manifest.version, reference) == manifest
+            inspect(store, manifest.version, reference, Readings())
+    assert inspect(store, manifest.version, reference, Readings()) == manifest

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sao.board.base import EngineState
-from sao.weights.base import IncompleteVersionError
+from sao.weights.base import Checksum, IncompleteVersionError
+from sao.weights.checkpoint import sha256_of
 from sao.weights.memory import MemoryVersionStore
 from services.weights import metrics
 from services.weights.staging import Staging, on_this_host
@@ -30,9 +31,9 @@ class CountingStore(MemoryVersionStore):
         super().__init__()
         self.reads: list[str] = []
 
-    def verify(self, version: str) -> None:
+    def verify(self, version: str, checksum: Checksum = sha256_of) -> None:
         self.reads.append(version)
-        super().verify(version)
+        super().verify(version, checksum)
 
 
 @pytest.mark.parametrize(
@@ -173,3 +174,57 @@ async def test_an_engine_with_nothing_to_be_brought_to_is_looked_at_all_the_same
     world.engines[0].restart()
     await world.settle(1.5)
     assert (await world.facts()).state is EngineState.QUARANTINED
+
+
+async def _fleet_that_serves(folder: Path) -> tuple[World, str, str]:
+    """Three engines; the version before, and the one that they serve."""
+    world = World(folder, engines=3)
+    await world.restore()
+    before = (await world.publish(1)).version
+    await world.settle()
+    version = (await world.publish(2)).version
+    await world.settle()
+    return world, before, version
+
+
+async def test_a_file_found_damaged_when_one_engine_restarts_costs_only_that_engine(tmp_path: Path) -> None:
+    world, _, version = await _fleet_that_serves(tmp_path)
+    _damage(world, version)
+    world.engines[1].restart()
+    for _ in range(12):
+        await world.settle(10.0)
+    facts = [await world.facts(index) for index in range(3)]
+    assert [(one.state, one.version) for one in (facts[0], facts[2])] == [(EngineState.SERVING, version)] * 2
+    assert facts[1].state is EngineState.QUARANTINED
+    assert "model.safetensors has 4 bytes" in facts[1].error
+    assert world.fleet.refused == {}
+    newest = (await world.publish(3)).version
+    await world.settle()
+    assert [(await world.facts(index)).version for index in range(3)] == [newest] * 3
+
+
+async def test_an_engine_that_waits_for_a_damaged_file_serves_when_it_is_mended(tmp_path: Path) -> None:
+    world, _, version = await _fleet_that_serves(tmp_path)
+    file = world.store.path(version) / "model.safetensors"
+    whole = file.read_bytes()
+    _damage(world, version)
+    world.engines[1].restart()
+    await world.settle(1.5)
+    assert not (await world.facts(1)).in_rotation
+    file.write_bytes(whole)
+    await world.settle(10.0)
+    facts = await world.facts(1)
+    assert (facts.state, facts.version) == (EngineState.SERVING, version)
+
+
+async def test_a_damaged_file_takes_the_fleet_back_when_nobody_serves_it_any_more(tmp_path: Path) -> None:
+    world, before, version = await _fleet_that_serves(tmp_path)
+    _damage(world, version)
+    for engine in world.engines:
+        engine.restart()
+        await world.settle(1.5)
+    await world.fleet.follow()
+    await world.settle(1.5)
+    assert version in world.fleet.refused
+    assert [(await world.facts(index)).version for index in range(3)] == [before] * 3
+    assert all([(await world.facts(index)).in_rotation for index in range(3)])
