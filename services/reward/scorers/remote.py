@@ -72,13 +72,11 @@ class RemoteCalls:
         self._settings = settings
         self._jitter = jitter
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._client = httpx.AsyncClient(
-            headers={"Accept": "application/json", **_authorization(settings, environment)},
-            limits=httpx.Limits(max_connections=settings.concurrency, max_keepalive_connections=settings.concurrency),
-            timeout=httpx.Timeout(settings.deadline_s * 2),  # never the first to end: the call's deadline rules
-            transport=transport,
-            trust_env=False,
-        )
+        self._headers = {"Accept": "application/json", **_authorization(settings, environment)}
+        self._verify = httpx.create_ssl_context(trust_env=False)
+        self._transport = transport
+        # One connection each, the last used first: httpcore looks at all connections of a pool for every request.
+        self._idle: list[httpx.AsyncClient] = []
 
     async def post(self, body: Callable[[], object], *, trajectory_id: str) -> Any:  # noqa: ANN401 - any JSON
         """The answer's JSON; `body` is made in a thread, a long text takes its time.
@@ -88,26 +86,40 @@ class RemoteCalls:
         async with self._slots:
             ends_s = time.monotonic() + self._settings.deadline_s
             limit = asyncio.timeout(self._settings.deadline_s)
+            client = self._idle.pop() if self._idle else self._new_client()
             try:
                 async with limit:
                     content = await asyncio.to_thread(lambda: json.dumps(body(), ensure_ascii=False).encode())
-                    return await self._patiently(content, trajectory_id, ends_s)
+                    return await self._patiently(client, content, trajectory_id, ends_s)
             except TimeoutError as error:
                 if limit.expired():
                     msg = f"{self._settings.name} is still running after {self._settings.deadline_s:g} s"
                     raise DeadlinePassedError(msg) from error
                 raise
+            finally:
+                self._idle.append(client)
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.aclose()
+        while self._idle:
+            await self._idle.pop().aclose()
 
-    async def _patiently(self, content: bytes, trajectory_id: str, ends_s: float) -> Any:  # noqa: ANN401
+    def _new_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            headers=self._headers,
+            limits=httpx.Limits(max_connections=1, max_keepalive_connections=1),
+            timeout=httpx.Timeout(self._settings.deadline_s * 2),  # never the first to end: the call's deadline rules
+            transport=self._transport,
+            verify=self._verify,
+            trust_env=False,
+        )
+
+    async def _patiently(self, client: httpx.AsyncClient, content: bytes, trajectory_id: str, ends_s: float) -> Any:  # noqa: ANN401
         attempt = 0
         while True:
             attempt += 1
             try:
-                return await self._once(content, trajectory_id)
+                return await self._once(client, content, trajectory_id)
             except _MayPassError as error:
                 pause_s = max(self._backoff_s(attempt), error.not_before_s)
                 if attempt > self._settings.retries or time.monotonic() + pause_s >= ends_s:
@@ -121,13 +133,13 @@ class RemoteCalls:
         longest = min(self._settings.backoff_s * 2.0 ** (attempt - 1), LONGEST_PAUSE_S)
         return longest * (0.5 + 0.5 * self._jitter())
 
-    async def _once(self, content: bytes, trajectory_id: str) -> Any:  # noqa: ANN401
+    async def _once(self, client: httpx.AsyncClient, content: bytes, trajectory_id: str) -> Any:  # noqa: ANN401
         url = self._settings.url
         headers = {"Content-Type": "application/json"}
         if _HEADER_SAFE.fullmatch(trajectory_id):
             headers["X-Request-Id"] = trajectory_id
         try:
-            async with self._client.stream("POST", url, content=content, headers=headers) as response:
+            async with client.stream("POST", url, content=content, headers=headers) as response:
                 body = await _bounded(response, url)
         except httpx.TransportError as error:
             msg = f"{url}: {type(error).__name__}: {error}"
