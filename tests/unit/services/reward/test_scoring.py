@@ -4,77 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from pydantic import SecretStr
 
 from sao.archive import Archive
-from sao.board.memory import MemoryBoard
 from sao.preference import PreferenceDocument
 from sao.rows import TrainedRow, UpdateRow
 from sao.streams.base import StreamName, StreamUnavailableError
-from sao.streams.memory import MemoryStreams
 from sao.tasks.base import Prompt
-from sao.telemetry.health import Health
 from sao.trajectory import Trajectory
 from sao.v1 import archive_pb2
 from services.reward import metrics
-from services.reward.app import create_app
-from services.reward.catalogue import Catalogue
-from services.reward.preference_folder import Keeper, PreferenceFolder
-from services.reward.scorer import TrajectoryScorer
-from services.reward.scorers.memory import MemoryScorer
-from services.reward.scoring import AT_A_TIME, MAX_BODY_BYTES, ScoringRoutes
+from services.reward.scoring import AT_A_TIME, MAX_BODY_BYTES
 from tests.support.rollouts import play
-from tests.support.scored_tasks import SETTINGS, until
+from tests.support.scored_tasks import until
 from tests.support.scorers import TASK, TOKENIZER
+from tests.support.scoring_service import Service
 
 TEXT = "nyan sparkle fluffy tiny moon street window door"
 FUNNY = PreferenceDocument(name="funny", weights={"humour": 1.0}, rubric="Puns are funny.")
-
-
-class Service:
-    """The application over in-memory stores, with a judge that the test steers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.board, self.streams, self.folder = MemoryBoard(), MemoryStreams(), folder
-        self.humour: float | Exception = 0.5
-        self.held: asyncio.Event | None = None
-        self.asked = 0
-        judge = MemoryScorer("critic", {"humour": "How funny"}, self._judge, judges=True, deadline_s=0.2)
-        catalogue = Catalogue(TASK, SETTINGS, [judge])
-        scorer = TrajectoryScorer(TASK, TOKENIZER, self.board.preference, SETTINGS, scorers=[judge])
-        routes = ScoringRoutes(
-            scorer, catalogue, TASK, TOKENIZER, board=self.board, streams=self.streams, run_dir=folder
-        )
-        keeper = Keeper(self.board, PreferenceFolder(folder))
-        self.app = create_app(
-            TASK, self.board, Health(60), SecretStr("s3cret"), keeper, catalogue=catalogue, scoring=routes
-        )
-
-    async def _judge(self, _: Any) -> dict[str, float]:
-        self.asked += 1
-        if self.held is not None:
-            await self.held.wait()
-        if isinstance(self.humour, Exception):
-            raise self.humour
-        return {"humour": self.humour}
-
-    @contextlib.asynccontextmanager
-    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
-        transport = httpx.ASGITransport(app=self.app)
-        headers = {"Authorization": "Bearer s3cret"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://reward", headers=headers) as client:
-            yield client
-
-    async def score(self, **body: Any) -> httpx.Response:
-        async with self.client() as client:
-            return await client.post("/v1/score", json=body)
 
 
 @pytest.fixture
