@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from sao.config import ConfigError, RunConfig, load_run_config
 from sao.config.doubts import doubts
 from sao.config.dump import dump_run_config
 from sao.config.schema import RewardSection
+from services.reward.app import main
 from services.reward.catalogue import Catalogue
 from services.reward.scorers.memory import MemoryScorer
 from tests.support.scored_tasks import SETTINGS, TwoScorersTask, always
@@ -108,3 +110,26 @@ def test_a_deadline_that_outlasts_the_claim_is_doubted(tmp_path: Any) -> None:
 
 def test_a_run_has_no_scorers_unless_it_says_so() -> None:
     assert RewardSection().scorer_components == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            '[reward.scorers.a]\nkind = "python"\ntarget = "nowhere:f"\ncomponents = { wit = "" }\n',
+            r"^reward\.scorers\.a\.target: cannot import nowhere",
+        ),
+        (
+            f'[reward.scorers.a]\n{JUDGE}token_env = "SAO_TEST_NO_SUCH_TOKEN"\n',
+            r"^reward\.scorers\.a\.token_env: .*SAO_TEST_NO_SUCH_TOKEN",
+        ),
+        (
+            f"[reward.scorers.a]\n{JUDGE.replace('humour', 'correct')}",
+            r"^reward\.scorers\.a\.components: \['correct'\]",
+        ),
+    ],
+    ids=["target", "token", "components"],
+)
+async def test_the_service_does_not_start_with_a_scorer_that_cannot_work(text: str, error: str, tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match=error):
+        await main(config(text, tmp_path), asyncio.Event())
