@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
@@ -83,6 +83,17 @@ class Catalogue:
     def entries(self) -> Sequence[Component]:
         """The task's components first, then each scorer's."""
         return self._entries
+
+
+def document_schema(run: Computes) -> dict[str, Any]:
+    """JSON schema of a preference document that this run can serve: it reads nothing that is not computed."""
+    schema = PreferenceDocument.model_json_schema()
+    names = {"enum": sorted(run.components)}
+    for table in ("weights", "thresholds"):
+        schema["properties"][table].pop("patternProperties", None)
+        schema["properties"][table] |= {"propertyNames": names, "additionalProperties": {"type": "number"}}
+    schema["properties"]["gates"]["items"] = names
+    return schema
 
 
 def _of_the_task(name: str, task: Task, settings: RewardSection) -> Component:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -30,7 +29,7 @@ from sao.texts import NoTrajectoryError, trajectory_of_text
 from sao.threads import DaemonThreads
 from sao.tokenizer import Tokenizer
 from sao.trajectory import Trajectory
-from services.reward.catalogue import Catalogue, Component
+from services.reward.catalogue import Catalogue, Component, document_schema
 from services.reward.scorer import Evaluated, TrajectoryScorer
 
 COMPONENTS_PATH = "/v1/components"
@@ -38,6 +37,11 @@ SCORE_PATH = "/v1/score"
 MAX_BODY_BYTES = 16 * 2**20
 AT_A_TIME = 4
 """Requests that are scored at a time; more are answered 429."""
+
+
+BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+MATERIAL = ("text", "trajectory", "trajectory_id")
+"""What can be scored; a request has exactly one of them."""
 
 
 class _Model(BaseModel):
@@ -53,7 +57,7 @@ class ScoreRequest(_Model):
     """With `text`: what it answers, as in a line of the task's prompts file."""
     task_payload: dict[str, JsonValue] | None = None
     """With `text`: what scoring needs beside it; by default what the task makes of `prompt`."""
-    trajectory: Annotated[str, Field(min_length=1)] | None = None
+    trajectory: Annotated[str, Field(min_length=1, pattern=BASE64)] | None = None
     """A whole sao.v1.Trajectory, as base64."""
     trajectory_id: Annotated[str, Field(min_length=1, max_length=64)] | None = None
     """One that is on a stream, among the dead letters, or in the archive."""
@@ -62,11 +66,11 @@ class ScoreRequest(_Model):
 
     @model_validator(mode="after")
     def _one_of_three(self) -> ScoreRequest:
-        given = [name for name in ("text", "trajectory", "trajectory_id") if getattr(self, name) is not None]
-        if len(given) != 1:
-            msg = f"found {' and '.join(given) or 'none'} of text, trajectory and trajectory_id; give one"
+        given = [name for name in MATERIAL if name in self.model_fields_set]
+        if len(given) != 1 or getattr(self, given[0]) is None:
+            msg = f"found {' and '.join(given) or 'none'} of {', '.join(MATERIAL)}; give one, and not null"
             raise ValueError(msg)
-        if self.text is None and (self.prompt is not None or self.task_payload is not None):
+        if self.text is None and self.model_fields_set & {"prompt", "task_payload"}:
             msg = "prompt and task_payload belong to a text; a trajectory has its own"
             raise ValueError(msg)
         return self
@@ -82,15 +86,19 @@ class ScoredView(BaseModel):
     value: float
 
 
+Outcome = Annotated[ScoredView | TimedOut | InfraFailed | Invalid, Field(discriminator="kind")]
+
+
 class ScoreAnswer(BaseModel):
     """What scoring came to."""
 
-    trajectory_id: str
+    trajectory_id: str | None
+    """Null for what is no trajectory."""
     preference: str
     """Name of the document that it was scored under."""
     version: int | None
     """Of the current preference; null for a document that came with the request."""
-    outcome: Annotated[ScoredView | TimedOut | InfraFailed | Invalid, Field(discriminator="kind")]
+    outcome: Outcome
 
 
 class ComponentList(BaseModel):
@@ -154,10 +162,6 @@ class ScoringRoutes:
             response_model=ComponentList,
             responses=_problems(unauthorised),
         )
-        schema = ScoreRequest.model_json_schema(ref_template="#/components/schemas/{model}")
-        definitions = schema.pop("$defs", {})
-        schema["properties"]["preference"] = {"anyOf": [definitions["PreferenceDocument"], {"type": "null"}]}
-        schema["properties"]["task_payload"] = {"anyOf": [{"type": "object"}, {"type": "null"}], "default": None}
         router.add_api_route(
             SCORE_PATH,
             self.score,
@@ -174,7 +178,9 @@ class ScoringRoutes:
                     503: "The store does not answer; see Retry-After.",
                 }
             ),
-            openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+            openapi_extra={
+                "requestBody": {"required": True, "content": {"application/json": {"schema": _schema(self._catalogue)}}}
+            },
         )
         return router
 
@@ -197,13 +203,15 @@ class ScoringRoutes:
         asked = await _parsed(request)
         document, version = await self._document(asked.preference)
         trajectory = await self._trajectory(asked)
+        outcome: Outcome = trajectory if isinstance(trajectory, Invalid) else await self._outcome(trajectory, document)
+        trajectory_id = asked.trajectory_id if isinstance(trajectory, Invalid) else trajectory.id
+        return ScoreAnswer(trajectory_id=trajectory_id, preference=document.name, version=version, outcome=outcome)
+
+    async def _outcome(self, trajectory: Trajectory, document: PreferenceDocument) -> Outcome:
         found = await self._scorer.evaluate(trajectory, document)
-        outcome: ScoredView | TimedOut | InfraFailed | Invalid
         if isinstance(found, Evaluated):
-            outcome = ScoredView(components=found.components, judged=found.judged, value=found.value)
-        else:
-            outcome = found
-        return ScoreAnswer(trajectory_id=trajectory.id, preference=document.name, version=version, outcome=outcome)
+            return ScoredView(components=found.components, judged=found.judged, value=found.value)
+        return found
 
     async def _document(self, given: PreferenceDocument | None) -> tuple[PreferenceDocument, int | None]:
         if given is None:
@@ -218,7 +226,7 @@ class ScoringRoutes:
             raise ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, msg, extra=extra)
         return given, None
 
-    async def _trajectory(self, asked: ScoreRequest) -> Trajectory:
+    async def _trajectory(self, asked: ScoreRequest) -> Trajectory | Invalid:
         if asked.text is not None:
             text, prompt, payload = asked.text, asked.prompt, asked.task_payload
             try:
@@ -226,20 +234,16 @@ class ScoringRoutes:
                     lambda: trajectory_of_text(self._task, self._tokenizer, text, prompt=prompt, payload=payload)
                 )
             except NoTrajectoryError as error:
-                raise ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
+                return Invalid(reason=str(error))
         if asked.trajectory is not None:
-            return _decoded(asked.trajectory)
+            return _decoded(base64.b64decode(asked.trajectory))
         return await self._known(str(asked.trajectory_id))
 
-    async def _known(self, trajectory_id: str) -> Trajectory:
+    async def _known(self, trajectory_id: str) -> Trajectory | Invalid:
         """From the streams, where its payload lies until it is trained on; then from the archive."""
         payload = await self._streams.payload(trajectory_id)
         if payload is not None:
-            try:
-                return Trajectory.from_bytes(payload)
-            except DecodeError as error:
-                msg = f"the stored bytes of {trajectory_id} are no trajectory: {error}"
-                raise ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, msg) from error
+            return _decoded(payload)
         found = await asyncio.to_thread(archived, self._run_dir, trajectory_id)
         if found is None:
             msg = f"trajectory {trajectory_id!r} is on no stream, and no archived update holds it"
@@ -273,13 +277,31 @@ async def _parsed(request: Request) -> ScoreRequest:
         raise malformed(error) from error
 
 
-def _decoded(text: str) -> Trajectory:
+def _decoded(payload: bytes) -> Trajectory | Invalid:
     try:
-        trajectory = Trajectory.from_bytes(base64.b64decode(text, validate=True))
-    except (binascii.Error, ValueError, DecodeError) as error:
-        msg = f"trajectory: not the base64 of a sao.v1.Trajectory: {error}"
-        raise ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, msg) from error
-    if not any(trajectory.action_mask):
-        msg = "trajectory: it has no action token, expected at least one"
-        raise ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, msg)
-    return trajectory
+        trajectory = Trajectory.from_bytes(payload)
+    except DecodeError as error:
+        return Invalid(reason=f"not a sao.v1.Trajectory: {error}")
+    return trajectory if any(trajectory.action_mask) else Invalid(reason="the trajectory has no action token")
+
+
+def _schema(catalogue: Catalogue) -> dict[str, Any]:
+    """Of the body: one shape for each thing that can be scored."""
+    properties = ScoreRequest.model_json_schema()["properties"]
+    preference = {"anyOf": [document_schema(catalogue), {"type": "null"}]}
+    shapes = []
+    for name in MATERIAL:
+        of_text = {key: properties[key] for key in ("prompt", "task_payload") if name == "text"}
+        if of_text:
+            of_text["task_payload"] = {"anyOf": [{"type": "object"}, {"type": "null"}]}
+        here = {**properties[name]["anyOf"][0], "description": properties[name]["description"]}
+        shapes.append(
+            {
+                "title": name,
+                "type": "object",
+                "properties": {name: here, **of_text, "preference": preference},
+                "required": [name],
+                "additionalProperties": False,
+            }
+        )
+    return {"title": "ScoreRequest", "oneOf": shapes}

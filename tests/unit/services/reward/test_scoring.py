@@ -136,17 +136,14 @@ async def test_an_id_that_nobody_knows_is_404(service: Service) -> None:
 @pytest.mark.parametrize(
     ("body", "detail"),
     [
-        ({}, "found none of text, trajectory and trajectory_id"),
+        ({}, "found none of text, trajectory, trajectory_id"),
         ({"text": "nyan", "trajectory_id": "x"}, "found text and trajectory_id"),
         ({"trajectory_id": "x", "prompt": "moon"}, "belong to a text"),
         ({"text": ""}, "/text"),
         ({"text": "nyan", "extra": 1}, "/extra"),
-        ({"text": "nyan", "prompt": "submarine"}, "topic 'submarine' is none of"),
-        ({"text": "submarine"}, "task writing makes no trajectory of this"),
-        ({"text": "   "}, "no tokens"),
-        ({"trajectory": "%%%"}, "not the base64 of a sao.v1.Trajectory"),
-        ({"trajectory": base64.b64encode(b"\xff\xff").decode()}, "not the base64 of a sao.v1.Trajectory"),
-        ({"trajectory": base64.b64encode(b"\x0a\x01x").decode()}, "no action token"),
+        ({"trajectory_id": None, "text": None}, "found text and trajectory_id"),
+        ({"text": None}, "and not null"),
+        ({"trajectory": "%%%"}, "/trajectory"),
         ({"text": "nyan", "preference": {"name": "p", "weights": {"wit": 1.0}}}, "does not compute wit"),
         ({"text": "nyan", "preference": {"name": "p", "weights": {}}}, "/preference/weights"),
     ],
@@ -159,6 +156,24 @@ async def test_what_cannot_be_scored_is_422_with_the_reason(
     assert response.status_code == 422, response.text
     assert response.headers["content-type"] == "application/problem+json"
     assert detail in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"text": "nyan", "prompt": "submarine"}, "topic 'submarine' is none of"),
+        ({"text": "submarine"}, "task writing makes no trajectory of this"),
+        ({"text": "   "}, "no tokens"),
+        ({"trajectory": base64.b64encode(b"\xff\xff").decode()}, "not a sao.v1.Trajectory"),
+        ({"trajectory": base64.b64encode(b"\x0a\x01x").decode()}, "no action token"),
+    ],
+    ids=str,
+)
+async def test_what_is_no_trajectory_is_invalid(service: Service, body: dict[str, Any], reason: str) -> None:
+    answer = (await service.score(**body)).json()
+    assert answer["trajectory_id"] is None
+    assert answer["outcome"]["kind"] == "invalid"
+    assert reason in answer["outcome"]["reason"]
 
 
 async def test_without_a_preference_it_is_404_unless_one_is_sent_along(tmp_path: Path) -> None:
@@ -209,11 +224,5 @@ async def test_the_statuses_are_in_the_schema(service: Service) -> None:
     assert set(paths["/v1/score"]["post"]["responses"]) == {"200", "400", "401", "404", "413", "422", "429", "503"}
     assert set(paths["/v1/components"]["get"]["responses"]) >= {"200", "401"}
     schema = paths["/v1/score"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert set(schema["properties"]) == {
-        "text",
-        "prompt",
-        "task_payload",
-        "trajectory",
-        "trajectory_id",
-        "preference",
-    }
+    assert [shape["required"] for shape in schema["oneOf"]] == [["text"], ["trajectory"], ["trajectory_id"]]
+    assert set(schema["oneOf"][0]["properties"]) == {"text", "prompt", "task_payload", "preference"}
