@@ -192,8 +192,8 @@ def transitions(case: str, run: Path) -> dict[str, Any]:
 
 def judge(_case: str, run: Path) -> dict[str, Any]:
     """Bar: a judge that fails 30 % of its calls (half cut off, a quarter each 500 and garbage) and never answers 10 %:
-    outcomes are counted exactly as they were injected, none that failed is a number, and the task's components of 3,000
-    trajectories offered at 100/s are computed at no less than 0.95 of the throughput of a run without a judge, whether
+    outcomes are counted exactly as they were injected, none that failed is a number, and the task's components of 1,500
+    trajectories offered at 50/s are computed at no less than 0.95 of the throughput of a run without a judge, whether
     the preference reads the judge or not.
     """
     run.mkdir(parents=True)

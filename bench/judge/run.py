@@ -238,7 +238,7 @@ def shares(read: Part) -> dict[str, float]:
     return {fate: round(count / len(read.calls), 4) for fate, count in sorted(fates.items())}
 
 
-PROOF = Load(trajectories=3000, per_second=100, deadline_s=2.0, claim_idle_s=4.5, max_deliveries=5)
+PROOF = Load(trajectories=1500, per_second=50, deadline_s=2.0, claim_idle_s=4.5, max_deliveries=5)
 LEAST_SHARE = 0.95
 """Of the throughput without a judge: what less is not noise any more."""
 

@@ -6,7 +6,6 @@ share their places with the trajectories of the run. So few requests are taken a
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -34,7 +33,7 @@ from services.reward.scorer import Evaluated, TrajectoryScorer
 
 COMPONENTS_PATH = "/v1/components"
 SCORE_PATH = "/v1/score"
-MAX_BODY_BYTES = 16 * 2**20
+MAX_BODY_BYTES = 8 * 2**20
 AT_A_TIME = 4
 """Requests that are scored at a time; more are answered 429."""
 
@@ -236,15 +235,16 @@ class ScoringRoutes:
             except NoTrajectoryError as error:
                 return Invalid(reason=str(error))
         if asked.trajectory is not None:
-            return _decoded(base64.b64decode(asked.trajectory))
+            encoded = asked.trajectory
+            return await self._threads.run(lambda: _decoded(base64.b64decode(encoded)))
         return await self._known(str(asked.trajectory_id))
 
     async def _known(self, trajectory_id: str) -> Trajectory | Invalid:
         """From the streams, where its payload lies until it is trained on; then from the archive."""
         payload = await self._streams.payload(trajectory_id)
         if payload is not None:
-            return _decoded(payload)
-        found = await asyncio.to_thread(archived, self._run_dir, trajectory_id)
+            return await self._threads.run(lambda: _decoded(payload))
+        found = await self._threads.run(lambda: archived(self._run_dir, trajectory_id))
         if found is None:
             msg = f"trajectory {trajectory_id!r} is on no stream, and no archived update holds it"
             raise ProblemError(HTTPStatus.NOT_FOUND, msg)
