@@ -166,3 +166,18 @@ def test_each_change_is_one_line_and_the_gauge_follows() -> None:
         ("warning", "style", "quality"),
         ("info", "style", "quality"),
     ]
+
+
+def test_a_move_that_hovers_at_its_bound_is_one_alarm_until_it_has_clearly_come_back() -> None:
+    def around(rise: float, collapse: float) -> list[dict[str, float]]:
+        """A window whose means lie so many standard deviations from 0."""
+        return [
+            {"style": rise + (1 if i % 2 else -1), "quality": -collapse + (1 if i % 2 else -1)}
+            for i in range(SETTINGS.window)
+        ]
+
+    alarms = Alarms(SETTINGS)
+    assert changes(alarms, WINDOWS * around(0, 0)) == []
+    assert pairs(changes(alarms, around(0.55, 1.1))) == {("style", "quality")}
+    assert changes(alarms, around(0.45, 0.9)) == []
+    assert pairs(changes(alarms, around(0.2, 0.9)), raised=False) == {("style", "quality")}

@@ -13,7 +13,7 @@ from sao.board.memory import MemoryBoard
 from sao.config.schema import RewardSection
 from sao.outcome import Scored
 from sao.preference import PreferenceDocument
-from sao.streams.base import Delivery, StreamFullError, StreamName, StreamUnavailableError
+from sao.streams.base import Delivery, StreamDepth, StreamFullError, StreamName, StreamUnavailableError
 from sao.streams.memory import MemoryStreams
 from sao.tasks.base import Task, UnscorableError
 from sao.tasks.calculator import Calculator
@@ -345,11 +345,21 @@ async def consuming_with(
 
 async def test_a_judge_that_hangs_holds_up_what_reads_it_to_its_bound_and_nothing_else() -> None:
     settings = SETTINGS.model_copy(update={"claim_idle_s": 60.0, "batch": 2})
-    streams, board, judge = MemoryStreams(), MemoryBoard(), HeldJudge(concurrency=6)
+    looks = 0
+
+    class Watched(MemoryStreams):
+        async def depth(self, stream: StreamName) -> StreamDepth:
+            nonlocal looks
+            looks += 1
+            return await super().depth(stream)
+
+    streams, board, judge = Watched(), MemoryBoard(), HeldJudge(concurrency=6)
     await board.put_preference(READS_JUDGE)
     held = await append(streams, 20)
     async with consuming_with(judge, streams, board, settings) as counted:
         await until(lambda: judge.running == 6, "the judge to be full")
+        before = looks
+        await until(lambda: looks > before, "the consumer to go on for a while")
         await board.put_preference(READS_STYLE)
         pairs = await scored(streams, 20 - 6 - settings.batch)  # all but those that may wait, and a batch
         assert {outcome.scored_under for _, outcome in pairs if isinstance(outcome, Scored)} == {2}

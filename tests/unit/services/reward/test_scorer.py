@@ -279,8 +279,21 @@ async def test_a_judge_that_fails_is_a_typed_failure_with_its_name(
 
 
 async def test_the_tasks_own_failure_waits_for_no_judge() -> None:
-    outcome = await asyncio.wait_for(judged_outcome(Critic(never), raising(UnscorableError("no truth"))), 5)
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def endless() -> Mapping[str, float]:
+        begun.set()
+        try:
+            return await never()
+        finally:
+            ended.set()
+
+    critic = Critic(endless)
+    critic.scorer.deadline_s = 60.0
+    outcome = await asyncio.wait_for(judged_outcome(critic, raising(UnscorableError("no truth"))), 5)
     assert outcome == Invalid(reason="score: no truth")
+    assert begun.is_set()
+    await asyncio.wait_for(ended.wait(), 5)  # nobody pays a judge for what is dead already
 
 
 async def test_waiting_is_said_once_the_tasks_components_are_there() -> None:
