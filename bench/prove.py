@@ -27,6 +27,7 @@ from bench import online as styles
 from bench.comparison import draw_comparison
 from bench.fuzz.run import Share
 from bench.fuzz.run import fuzz as fuzz_services
+from bench.judge.run import prove as prove_judge
 from bench.soak.run import soak as soak_services
 from bench.transitions.run import prove as kill_engine_in
 from bench.weights.failures import prove as provoke_failures
@@ -219,6 +220,16 @@ def transitions(case: str, run: Path) -> dict[str, Any]:
     return kill_engine_in(EngineState(case), run)
 
 
+def judge(_case: str, run: Path) -> dict[str, Any]:
+    """Bar: a judge that fails 30 % of its calls (half cut off, a quarter each 500 and garbage) and never answers 10 %:
+    outcomes are counted exactly as they were injected, none that failed is a number, and the task's components of 1,500
+    trajectories offered at 50/s are computed at no less than 0.95 of the throughput of a run without a judge, whether
+    the preference reads the judge or not.
+    """
+    run.mkdir(parents=True)
+    return asyncio.run(prove_judge(run))
+
+
 WEIGHTS = {
     "failures": provoke_failures,
     "fleet": publish_to_a_fleet,
@@ -263,6 +274,7 @@ PROOFS: dict[str, Proof] = {
     "engines": Proof(engines),
     "fuzz": Proof(fuzz, tuple(map(str, range(FUZZ_BLOCKS)))),
     "soak": Proof(soak, ("0",)),
+    "judge": Proof(judge, ("0",)),
     "transitions": Proof(transitions, tuple(state.value for state in EngineState)),
     "weights": Proof(weights, tuple(WEIGHTS)),
     "stability": Proof(stability, ("sao-0", "sao-1", "sao-2", "vapo-0", "grpo_async-0")),

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from sao.preference import PreferenceDocument
+
 
 class _Outcome(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -20,6 +22,17 @@ class Scored(_Outcome):
     scored_under: Annotated[int, Field(ge=1)]
     scoring_started_s: float
     """Unix seconds; the preference was read after this moment."""
+    judged: dict[str, str] = {}
+    """Of each component that a judge gave: the `rubric_id` of the preference it was judged under."""
+
+    def value_under(self, document: PreferenceDocument) -> float:
+        """The reward under this document: what scoring anew under it would give.
+
+        Raises MissingComponentError when it reads a component that was not computed, or was judged under another
+        rubric, and ValueError when the result is not finite.
+        """
+        foreign = {name for name, rubric_id in self.judged.items() if rubric_id != document.rubric_id}
+        return document.value({name: value for name, value in self.components.items() if name not in foreign})
 
 
 class TimedOut(_Outcome):

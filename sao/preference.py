@@ -3,11 +3,13 @@
     value = clip(offset + sum_i weights[i] * component[i], low, high) * prod_g component[g]   (g in gates)
 
 and `low` when any component named in `thresholds` lies below its threshold. Because an outcome keeps its
-raw components, re-weighting under another preference is this arithmetic again, nothing is re-scored.
+raw components, re-weighting under another preference is this arithmetic again; only a component that was never
+computed, or was judged under another rubric, has to be scored anew (sao.outcome.Scored.value_under).
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from typing import Annotated
@@ -45,6 +47,8 @@ class PreferenceDocument(BaseModel):
     """Components that the clipped sum is multiplied by."""
     thresholds: dict[ComponentName, Finite] = {}
     """The least that a component must be."""
+    rubric: Annotated[str, Field(min_length=1, max_length=8192)] | None = None
+    """What judges are told to look for; none: only the descriptions of their components."""
 
     @model_validator(mode="after")
     def _range(self) -> PreferenceDocument:
@@ -57,6 +61,11 @@ class PreferenceDocument(BaseModel):
     def components(self) -> frozenset[str]:
         """Every component this preference reads."""
         return frozenset(self.weights) | frozenset(self.gates) | frozenset(self.thresholds)
+
+    @property
+    def rubric_id(self) -> str:
+        """Tells rubrics apart: the same for the same text, "" for none."""
+        return hashlib.sha256(self.rubric.encode()).hexdigest()[:16] if self.rubric is not None else ""
 
     def value(self, components: Mapping[str, float]) -> float:
         """Reward of one trajectory with these raw components.

@@ -11,6 +11,7 @@ import typer
 from sao.cli.check import check
 from sao.cli.dead import dead
 from sao.cli.replay import replay
+from sao.cli.score import score
 from sao.cli.weights import weights
 from sao.config import ConfigError, RunConfig, load_run_config
 from sao.config.doubts import doubts
@@ -29,6 +30,7 @@ app = typer.Typer(
 )
 app.command("check")(check)
 app.command("replay")(replay)
+app.command("score")(score)
 app.add_typer(dead, name="dead")
 app.add_typer(weights, name="weights")
 

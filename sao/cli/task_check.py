@@ -20,7 +20,12 @@ def refuse_unusable_task(config: RunConfig) -> str | None:
         if ":" in config.task.name:
             return str(error)
         raise ConfigError(key="task.name", message=str(error)) from error
-    if config.preference is not None and (unknown := sorted(config.preference.components - task.components)):
-        message = f"reads {unknown}, task {task.name} computes {sorted(task.components)}"
+    for name, scorer in config.reward.scorers.items():
+        if twice := sorted(task.components & scorer.components.keys()):
+            message = f"{twice} computed by task {task.name} already; rename them"
+            raise ConfigError(key=f"reward.scorers.{name}.components", message=message)
+    known = task.components | config.reward.scorer_components
+    if config.preference is not None and (unknown := sorted(config.preference.components - known)):
+        message = f"reads {unknown}, task {task.name} and the run's scorers compute {sorted(known)}"
         raise ConfigError(key="preference", message=message)
     return None

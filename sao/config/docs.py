@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from sao.config.keys import Setting, all_settings, alternatives
+from sao.config.keys import Setting, all_settings, alternatives, nested_tables
 
 BEGIN = "<!-- settings: begin (python -m sao.config.docs) -->"
 END = "<!-- settings: end -->"
@@ -22,7 +22,24 @@ def settings_tables() -> str:
     sections: dict[str, list[Setting]] = {}
     for setting in all_settings():
         sections.setdefault(setting.section, []).append(setting)
-    return "\n\n".join(_table(name, settings) for name, settings in sections.items())
+    tables = []
+    for name, settings in sections.items():
+        tables.append(_table(name, [setting for setting in settings if not nested_tables(setting.field)]))
+        tables += [table for setting in settings for table in _nested(setting)]
+    return "\n\n".join(tables)
+
+
+def _nested(setting: Setting) -> list[str]:
+    """The tables inside a table: of `[a.b]`, or of each kind of `[a.b.NAME]`."""
+    models = nested_tables(setting.field)
+    name = setting.key if models[:1] == (setting.field.annotation,) else f"{setting.key}.NAME"
+    found = []
+    for model in models:
+        settings = [Setting(name, key, field) for key, field in model.model_fields.items() if key != "kind"]
+        kind = get_args(model.model_fields["kind"].annotation)[0] if "kind" in model.model_fields else None
+        heading, _, rows = _table(name, settings).partition("\n")
+        found.append(f'{heading}, `kind = "{kind}"`\n{rows}' if kind else f"{heading}\n{rows}")
+    return found
 
 
 def with_current_tables(page: str) -> str:

@@ -119,6 +119,11 @@ def _time(config: RunConfig) -> Iterator[Doubt]:
         )
     if config.reward.claim_idle_s <= config.reward.component_timeout_s:
         yield Doubt("reward.claim_idle_s", "not above component_timeout_s: work is taken over while it is being scored")
+    for name, scorer in config.reward.scorers.items():
+        if config.reward.claim_idle_s <= 2 * scorer.deadline_s:  # one for its turn, one for a place among those at work
+            yield Doubt(
+                "reward.claim_idle_s", f"not above twice reward.scorers.{name}.deadline_s: work may be taken over"
+            )
 
 
 def _exposure(config: RunConfig) -> Iterator[Doubt]:

@@ -107,19 +107,32 @@ def suggestion(keys: Sequence[str]) -> str:
 
 def dotted(location: Sequence[int | str]) -> tuple[str, ...]:
     """The key at which pydantic found an error: its location without union branches and list positions."""
-    model: type[BaseModel] | None = RunConfig
-    keys: list[str] = []
-    for part in location:
-        if model is None:
-            break
-        keys.append(str(part))
-        field = model.model_fields.get(str(part))
+    parts, keys = [str(part) for part in location], []
+    models: tuple[type[BaseModel], ...] = (RunConfig,)
+    while parts and models:
+        keys.append(parts.pop(0))
+        field = next((model.model_fields[keys[-1]] for model in models if keys[-1] in model.model_fields), None)
         if field is None:
             break
-        model = next(_models(field.annotation), None)
-        if model is None and any(get_origin(kind) is dict for kind in alternatives(field.annotation)):
-            keys.extend(str(rest) for rest in location[len(keys) : len(keys) + 1])
+        entry = _entry_of(field)
+        if entry is None:
+            models = tuple(_models(field.annotation))
+            continue
+        keys += parts[:1]
+        models = tuple(_models(entry))
+        parts = parts[2:]  # after the entry's name stands the kind of table that it was taken for
     return tuple(keys)
+
+
+def nested_tables(field: FieldInfo) -> tuple[type[BaseModel], ...]:
+    """The tables that a setting holds: its own, or those that each of its entries may be; none for a plain value."""
+    entry = _entry_of(field)
+    return tuple(_models(field.annotation if entry is None else entry))
+
+
+def _entry_of(field: FieldInfo) -> Any:  # noqa: ANN401 - an annotation
+    """What each entry of a free-form table is; None for any other setting."""
+    return next((get_args(kind)[1] for kind in alternatives(field.annotation) if get_origin(kind) is dict), None)
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:  # noqa: ANN401

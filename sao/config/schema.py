@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
 from sao.config.algorithms import ALGORITHM_DEFAULTS, ALGORITHMS, Algorithm, AlgorithmName, conflicts
-from sao.preference import PreferenceDocument
+from sao.preference import ComponentName, Finite, PreferenceDocument
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -231,6 +231,71 @@ class IngestSection(Section):
     """/metrics, /healthz, /readyz; 0: a free port."""
 
 
+ScorerName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$")]
+
+
+class _ScorerSection(Section):
+    components: Annotated[dict[ComponentName, str], Field(min_length=1)]
+    """What it computes: a description for each component, which a judge reads too."""
+    deadline_s: Positive = 10.0
+    """Longest time for one trajectory, retries included."""
+    concurrency: Count = 16
+    """Trajectories it works on at a time."""
+
+
+class PythonScorerSection(_ScorerSection):
+    kind: Literal["python"]
+    target: Annotated[str, Field(min_length=1)]
+    """`package.module:attribute`, or the name of an entry point in the group `sao.scorers`."""
+
+
+class _RemoteScorerSection(_ScorerSection):
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")]
+    """Where it listens: of an http scorer the whole URL, of a judge the API's base, for example http://judge:8000/v1."""
+    token_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    """Environment variable with the bearer token; none: no token is sent."""
+    retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """Repeats within the deadline of a call that was refused, cut off, or answered 429 or 5xx."""
+    backoff_s: Positive = 0.2
+    """Longest pause before the first repeat; it doubles each time, and half of it is drawn by chance."""
+
+
+class HttpScorerSection(_RemoteScorerSection):
+    kind: Literal["http"]
+
+
+class JudgeScorerSection(_RemoteScorerSection):
+    kind: Literal["judge"]
+    model: Annotated[str, Field(min_length=1)]
+    """Name of the model, as the endpoint knows it."""
+    low: Finite = 0.0
+    """The least a score may be; one outside the range is a failure ..."""
+    high: Finite = 1.0
+    """... and the most."""
+    max_tokens: Count = 512
+    """Bound of one answer."""
+
+    @model_validator(mode="after")
+    def _range(self) -> JudgeScorerSection:
+        if not self.low < self.high:
+            raise wrong_setting(key="low", reason=f"{self.low:g} must lie below high {self.high:g}")
+        return self
+
+
+ScorerSection = Annotated[PythonScorerSection | HttpScorerSection | JudgeScorerSection, Field(discriminator="kind")]
+
+
+class AlarmsSection(Section):
+    enabled: bool = True
+    """Whether scored trajectories are watched for reward hacking (docs/scorers.md)."""
+    window: Annotated[int, Field(ge=50)] = 200
+    """Trajectories in each of the two windows that are compared; two more lie between them."""
+    rise: Positive = 0.5
+    """A rewarded component rises when its mean grew by so many standard deviations ..."""
+    collapse: Positive = 1.0
+    """... and another one, or the length, collapses when its mean fell by so many."""
+
+
 class RewardSection(Section):
     bind: str = "127.0.0.1"
     """Address to listen on."""
@@ -248,6 +313,26 @@ class RewardSection(Section):
     """A delivery unacknowledged for this long is taken over: also the wait before a failed scoring is tried again."""
     max_deliveries: Count = 5
     """Deliveries after which a trajectory that cannot be scored goes to the dead letters."""
+    scorers: dict[ScorerName, ScorerSection] = {}
+    """Scorers beside the task's own, `[reward.scorers.NAME]` each (docs/scorers.md)."""
+    alarms: AlarmsSection = AlarmsSection()
+    """Watch for reward hacking, `[reward.alarms]`."""
+
+    @model_validator(mode="after")
+    def _components_are_told_apart(self) -> RewardSection:
+        owner: dict[str, str] = {}
+        for name, scorer in self.scorers.items():
+            for component in scorer.components:
+                if component in owner:
+                    reason = f"{component!r} is computed by scorer {owner[component]!r} already; rename one of them"
+                    raise wrong_setting(key=f"scorers.{name}.components", reason=reason)
+                owner[component] = name
+        return self
+
+    @property
+    def scorer_components(self) -> frozenset[str]:
+        """What the run computes beside the task's components."""
+        return frozenset(component for scorer in self.scorers.values() for component in scorer.components)
 
 
 class CriticSection(Section):

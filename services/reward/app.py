@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -23,11 +24,16 @@ from sao.tasks.tiny_tokenizer import VocabularyError, tokenizer_of_run
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from sao.telemetry.routes import TELEMETRY_PATHS, answer
+from services.reward.alarm_watch import AlarmWatch
+from services.reward.alarms import Alarms
+from services.reward.catalogue import Catalogue, Computes
 from services.reward.consumer import Consumer
 from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import PATH, PreferenceRoutes, ensure_preference
 from services.reward.retry import patiently
 from services.reward.scorer import TrajectoryScorer
+from services.reward.scorers import connect as connect_scorers
+from services.reward.scoring import COMPONENTS_PATH, SCORE_PATH, ScoringRoutes
 
 GRACE_S = 3.0
 """What is in flight at a stop gets this long; the rest stays pending and is scored after the restart."""
@@ -35,11 +41,26 @@ GRACE_S = 3.0
 log = get_logger(__name__)
 
 
-def create_app(task: Task, board: Board, health: Health, token: SecretStr | None, keeper: Keeper) -> FastAPI:
-    """The HTTP side: preferences under /v1, an index at /, telemetry beside it."""
+def create_app(
+    task: Task,
+    board: Board,
+    health: Health,
+    token: SecretStr | None,
+    keeper: Keeper,
+    *,
+    catalogue: Catalogue | None = None,
+    scoring: ScoringRoutes | None = None,
+) -> FastAPI:
+    """The HTTP side: preferences and scoring under /v1, an index at /, telemetry beside it.
+
+    Without a catalogue the run computes what its task does.
+    """
     app = FastAPI(title="SAO reward", docs_url=None, redoc_url=None)
     install(app, RequestValidationError)
-    app.include_router(PreferenceRoutes(board, task, keeper).router(), dependencies=[Depends(Bearer(token))])
+    computes: Computes = catalogue or task
+    app.include_router(PreferenceRoutes(board, computes, keeper).router(), dependencies=[Depends(Bearer(token))])
+    if scoring is not None:
+        app.include_router(scoring.router(), dependencies=[Depends(Bearer(token))])
 
     async def index() -> dict[str, object]:
         """What this service is, and where to go."""
@@ -47,12 +68,14 @@ def create_app(task: Task, board: Board, health: Health, token: SecretStr | None
         return {
             "service": "reward",
             "task": task.name,
-            "components": sorted(task.components),
+            "components": sorted(computes.components),
             "preferences_of_the_task": offered,
             "endpoints": {
                 f"GET {PATH}": "the current preference; its ETag is the version",
                 f"GET {PATH}/{{version}}": "an earlier preference",
                 f"PUT {PATH}": "change what is rewarded from the next scoring on; If-Match guards against others",
+                f"GET {COMPONENTS_PATH}": "what a preference may read, and who computes it",
+                f"POST {SCORE_PATH}": "what one text or trajectory would get; changes nothing",
                 "GET /openapi.json": "the schema of the above",
                 "GET /metrics, /healthz, /readyz": "telemetry",
             },
@@ -81,20 +104,30 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     except (TaskLoadError, VocabularyError) as error:
         raise ConfigError(key="task.name", message=str(error)) from error
     settings = config.reward
+    scorers = connect_scorers(config)
+    catalogue = Catalogue(task, settings, scorers)
     streams, board = sao.streams.connect(config), sao.board.connect(config)
-    health = Health(stalled_after_s=max(60.0, 3 * settings.component_timeout_s))
+    slowest_s = max([settings.component_timeout_s, *(scorer.deadline_s for scorer in scorers)])
+    health = Health(stalled_after_s=max(60.0, 3 * slowest_s))
     try:
         keeper = Keeper(board, PreferenceFolder(config.run.dir))
         await patiently(keeper.once)
-        await ensure_preference(board, config.preference, task)
-        app = create_app(task, board, health, config.auth.token, keeper)
+        await ensure_preference(board, config.preference, catalogue)
+        alarms = AlarmWatch(Alarms(settings.alarms)) if settings.alarms.enabled else None
+        current = partial(patiently, board.preference)
+        scorer = TrajectoryScorer(task, tokenizer, current, settings, scorers=scorers, alarms=alarms)
+        scoring = ScoringRoutes(
+            scorer, catalogue, task, tokenizer, board=board, streams=streams, run_dir=config.run.dir
+        )
+        app = create_app(task, board, health, config.auth.token, keeper, catalogue=catalogue, scoring=scoring)
         server = Server(app, grace_s=2)
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.create_server((settings.bind, settings.port), family=family) as listener:
             log.info("reward service listens", bind=settings.bind, port=listener.getsockname()[1], task=task.name)
-            scorer = TrajectoryScorer(task, tokenizer, lambda: patiently(board.preference), settings)
             await _together(server, listener, Consumer(streams, scorer, settings, health), keeper, stop)
     finally:
+        for one in scorers:
+            await one.close()
         await streams.close()
         await board.close()
 

@@ -6,13 +6,17 @@
 | invalid | buried at once, with the reason |
 | timeout, infra_failed | left pending, claimed again after `claim_idle_s`; buried with the reason at `max_deliveries` |
 
-At most `batch` deliveries are in flight. A delivery is in flight once: when this consumer claims what it is
-still working on, the newer delivery takes the older one's place (the older one is fenced by then).
+At most `batch` deliveries are being worked on. One that waits for nothing but the run file's scorers does not count:
+these have a bound of their own (the largest `concurrency`), which holds up only what reads such a scorer too. So a
+judge that hangs never stands in the way of a preference that does not ask it. A delivery is in flight once: when this
+consumer claims what it is still working on, the newer delivery takes the older one's place (the older one is fenced by
+then).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -53,7 +57,8 @@ class Consumer:
         self._health = health
         self._clock = clock
         self._in_flight: dict[str, Delivery] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: set[str] = set()
+        self._freed = asyncio.Event()
         self._next_housekeeping = clock()
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -73,20 +78,28 @@ class Consumer:
         if self._clock() >= self._next_housekeeping:
             self._next_housekeeping = self._clock() + min(HOUSEKEEPING_S, self._settings.claim_idle_s / 2)
             found = await self._housekeep()
-        room = self._settings.batch - len(self._in_flight) - len(found)
+        room = self._room() - len(found)
         if room > 0:
             block_ms = 0 if found else BLOCK_MS
             read = await patiently(lambda: self._streams.read(SOURCE, self._name, count=room, block_ms=block_ms))
             return [*found, *read]
         if not found:
-            await asyncio.wait(self._tasks, timeout=BLOCK_MS / 1000, return_when=asyncio.FIRST_COMPLETED)
+            self._freed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._freed.wait(), BLOCK_MS / 1000)
         return found
+
+    def _room(self) -> int:
+        if self._scorer.asks_scorers and len(self._waiting) >= self._scorer.most_waiting:
+            return 0
+        return self._settings.batch - (len(self._in_flight) - len(self._waiting))
 
     async def _housekeep(self) -> list[Delivery]:
         depth = await patiently(lambda: self._streams.depth(SOURCE))
         metrics.QUEUE.set(depth.length)
         metrics.QUEUE_AGE.set(depth.oldest_age_s)
-        room = self._settings.batch - len(self._in_flight)
+        await self._scorer.look()
+        room = self._room()
         if room <= 0:
             return []
         idle_ms = int(self._settings.claim_idle_s * 1000)
@@ -97,9 +110,7 @@ class Consumer:
         self._in_flight[delivery.trajectory_id] = delivery
         if known:
             return
-        task = group.create_task(self._handle(delivery))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        group.create_task(self._handle(delivery))
         self._note_work()
 
     async def _handle(self, delivery: Delivery) -> None:
@@ -110,10 +121,18 @@ class Consumer:
             self._health.progress()
         finally:
             del self._in_flight[delivery.trajectory_id]
+            self._waiting.discard(delivery.trajectory_id)
+            self._freed.set()
             self._note_work()
+
+    def _note_waiting(self, trajectory_id: str) -> None:
+        self._waiting.add(trajectory_id)
+        self._freed.set()
+        metrics.WAITING.set(len(self._waiting))
 
     def _note_work(self) -> None:
         metrics.IN_FLIGHT.set(len(self._in_flight))
+        metrics.WAITING.set(len(self._waiting))
         if self._in_flight:
             self._health.working(f"scoring {len(self._in_flight)} trajectories")
         else:
@@ -125,7 +144,7 @@ class Consumer:
         payload = await patiently(lambda: self._streams.payload(delivery.trajectory_id))
         if payload is None:
             return Invalid(reason="its payload is gone from the store")
-        return await self._scorer.score(payload)
+        return await self._scorer.score(payload, on_waiting=lambda: self._note_waiting(delivery.trajectory_id))
 
     async def _dispose(self, delivery: Delivery, outcome: RewardOutcome) -> None:
         match outcome:

@@ -11,6 +11,14 @@ COMPONENT_SECONDS = Histogram(
     ["component"],
     buckets=(0.0001, 0.001, 0.01, 0.1, 0.5, 1, 5, 10, 30, 60),
 )
+COMPONENT_OUTCOMES = Counter(
+    "sao_reward_component_outcomes_total", "Calls of a scorer that ended, by scorer and kind.", ["component", "kind"]
+)
+SCORER_RETRIES = Counter(
+    "sao_reward_scorer_retries_total",
+    "Calls over HTTP repeated within their deadline, by scorer and what they met (connection, or the status).",
+    ["component", "reason"],
+)
 COMPONENT_VALUE = Summary("sao_reward_component_value", "Raw component values of scored trajectories.", ["component"])
 VALUE = Summary("sao_reward_trajectory_value", "Rewards of scored trajectories under the preference of their scoring.")
 BURIED = Counter(
@@ -19,6 +27,10 @@ BURIED = Counter(
 LOST = Counter("sao_reward_lost_deliveries_total", "Outcomes thrown away because another consumer owned the delivery.")
 STORE_RETRIES = Counter("sao_reward_store_retries_total", "Calls to streams or board that failed and were tried again.")
 IN_FLIGHT = Gauge("sao_reward_in_flight_trajectories", "Deliveries being scored now.")
+WAITING = Gauge("sao_reward_waiting_trajectories", "Of these, those that wait for nothing but the run file's scorers.")
+HACKING = Gauge(
+    "sao_reward_hacking_alarm", "1 while the one component rises and the other collapses.", ["rising", "collapsing"]
+)
 OVERDUE = Gauge("sao_reward_overdue_threads", "Scorer threads still running after their deadline.", ["component"])
 QUEUE = Gauge("sao_reward_queue_trajectories", "Entries on the trajectories stream, delivered or not.")
 QUEUE_AGE = Gauge("sao_reward_queue_age_seconds", "Age of the oldest entry on the trajectories stream.")

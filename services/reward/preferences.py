@@ -16,9 +16,9 @@ from sao.board.base import Board, PreferenceConflictError
 from sao.config import ConfigError
 from sao.preference import Preference, PreferenceDocument
 from sao.problems import ProblemError, bounded_body, malformed
-from sao.tasks.base import Task
 from sao.telemetry.logs import get_logger
 from services.reward import metrics
+from services.reward.catalogue import Computes
 from services.reward.preference_folder import Keeper
 from services.reward.retry import patiently
 
@@ -28,27 +28,27 @@ PATH = "/v1/preferences"
 log = get_logger(__name__)
 
 
-def unknown_components(document: PreferenceDocument, task: Task) -> list[str]:
-    """Components the document reads and the task does not compute."""
-    return sorted(document.components - task.components)
+def unknown_components(document: PreferenceDocument, run: Computes) -> list[str]:
+    """Components the document reads and the run does not compute."""
+    return sorted(document.components - run.components)
 
 
-async def ensure_preference(board: Board, configured: PreferenceDocument | None, task: Task) -> Preference:
+async def ensure_preference(board: Board, configured: PreferenceDocument | None, run: Computes) -> Preference:
     """The current preference; when the run has none yet, `configured` or the task's default becomes version 1.
 
-    Raises ConfigError when it reads components that the task does not compute.
+    Raises ConfigError when it reads components that the run does not compute.
     """
     current = await patiently(board.preference)
-    document = current.document if current else configured or task.default_preference
-    if unknown := unknown_components(document, task):
+    document = current.document if current else configured or run.default_preference
+    if unknown := unknown_components(document, run):
         origin = f"version {current.version} of this run" if current else "the run file's preference"
-        msg = f"{origin} reads {unknown}, task {task.name} computes {sorted(task.components)}"
+        msg = f"{origin} reads {unknown}, task {run.name} computes {sorted(run.components)}"
         raise ConfigError(key="preference", message=msg)
     if current is None:
         try:
             current = await patiently(lambda: board.put_preference(document, if_version=0))
         except PreferenceConflictError:
-            return await ensure_preference(board, configured, task)
+            return await ensure_preference(board, configured, run)
     metrics.PREFERENCE_VERSION.set(current.version)
     return current
 
@@ -56,7 +56,7 @@ async def ensure_preference(board: Board, configured: PreferenceDocument | None,
 class PreferenceRoutes:
     """The three routes over one board."""
 
-    def __init__(self, board: Board, task: Task, keeper: Keeper) -> None:
+    def __init__(self, board: Board, task: Computes, keeper: Keeper) -> None:
         self._board = board
         self._task = task
         self._keeper = keeper

@@ -388,7 +388,7 @@ class Consumer:
         if policy == "drop":
             return await self._drop(trajectory, delivery, "preference")
         try:
-            return pinned.document.value(outcome.components), pinned.version, pinned
+            return outcome.value_under(pinned.document), pinned.version, pinned
         except MissingComponentError as error:
             return await self._rescore(trajectory, delivery, str(error))
         except ValueError as error:
@@ -396,7 +396,7 @@ class Consumer:
             return await self._drop(trajectory, delivery, "preference")
 
     async def _rescore(self, trajectory: Trajectory, delivery: Delivery | None, why: str) -> Refused:
-        """Back to the reward service for a component never computed, at most MAX_RESCORES times."""
+        """Back to the reward service for what only this preference reads, at most MAX_RESCORES times."""
         rescores = int(delivery.fields.get("rescores", "0")) if delivery is not None else MAX_RESCORES
         if delivery is None or rescores >= MAX_RESCORES:
             log.warning("dropped: the preference's components are missing", trajectory=trajectory.id, reason=why)

@@ -128,7 +128,7 @@ class _Trainer:
         reward = outcome.value
         if preference is not None and preference.version == trained.trained_under:
             try:
-                reward = preference.document.value(outcome.components)
+                reward = outcome.value_under(preference.document)
             except (MissingComponentError, ValueError) as error:
                 msg = f"trajectory {trajectory.id}: {error}"
                 raise CannotReplayError(msg) from error

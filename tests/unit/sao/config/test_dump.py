@@ -10,7 +10,7 @@ from pydantic import SecretStr, ValidationError
 
 from sao.config import RunConfig, dump_run_config, load_run_config, secret_environment
 from sao.config.dump import without_password
-from sao.config.keys import Setting, all_settings, alternatives
+from sao.config.keys import Setting, all_settings, alternatives, nested_tables
 from sao.config.load import preset_names
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=20)
@@ -41,7 +41,9 @@ def value_of(setting: Setting) -> st.SearchStrategy[object]:
 
 
 PLAIN = [
-    s for s in all_settings() if not s.secret and s.section not in {"preference", "sampling"} and s.key != "redis.url"
+    s
+    for s in all_settings()
+    if not (s.secret or nested_tables(s.field)) and s.section not in {"preference", "sampling"} and s.key != "redis.url"
 ]
 
 

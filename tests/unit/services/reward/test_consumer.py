@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from sao.board.memory import MemoryBoard
 from sao.config.schema import RewardSection
 from sao.outcome import Scored
-from sao.streams.base import Delivery, StreamFullError, StreamName, StreamUnavailableError
+from sao.preference import PreferenceDocument
+from sao.streams.base import Delivery, StreamDepth, StreamFullError, StreamName, StreamUnavailableError
 from sao.streams.memory import MemoryStreams
 from sao.tasks.base import Task, UnscorableError
 from sao.tasks.calculator import Calculator
@@ -20,6 +22,8 @@ from sao.telemetry.health import Health
 from sao.trajectory import Trajectory
 from services.reward.consumer import Consumer
 from services.reward.scorer import TrajectoryScorer
+from services.reward.scorers.base import ScoringRequest
+from services.reward.scorers.memory import MemoryScorer
 from tests.support.scored_tasks import SETTINGS, SteeredTask, always, append, outcomes_of, scored, until
 
 NO_TRUTH = UnscorableError("no truth")
@@ -293,3 +297,86 @@ async def test_it_is_ready_once_the_group_is_open_and_idle_when_the_work_is_done
         await until(lambda: "no trajectory is waiting" in health.alive()[1], "the service to be idle")
         assert health.ready()[0]
     assert not health.ready()[0]
+
+
+READS_JUDGE = PreferenceDocument(name="judged", weights={"humour": 1.0})
+READS_STYLE = PreferenceDocument(name="plain", weights={"style": 1.0})
+
+
+class HeldJudge:
+    """A judge that holds every call until the test releases it."""
+
+    def __init__(self, concurrency: int) -> None:
+        self.release = asyncio.Event()
+        self.running = self.most = 0
+        self.scorer = MemoryScorer(
+            "critic", {"humour": "text"}, self._answer, deadline_s=20.0, concurrency=concurrency, judges=True
+        )
+
+    async def _answer(self, _: ScoringRequest) -> Mapping[str, float]:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await self.release.wait()
+        self.running -= 1
+        return {"humour": 0.5}
+
+
+@contextlib.asynccontextmanager
+async def consuming_with(
+    judge: HeldJudge, streams: MemoryStreams, board: MemoryBoard, settings: RewardSection
+) -> AsyncIterator[Counter[str]]:
+    """A consumer whose judge is held; counts how often the task scored each trajectory."""
+    counted: Counter[str] = Counter()
+
+    def score(one: Trajectory) -> Mapping[str, float]:
+        counted[one.id] += 1
+        return {"correct": 1.0, "style": 0.25}
+
+    scorer = TrajectoryScorer(SteeredTask(score), TOKENIZER, board.preference, settings, scorers=[judge.scorer])
+    stop = asyncio.Event()
+    running = asyncio.ensure_future(Consumer(streams, scorer, settings, Health(60.0)).run(stop))
+    try:
+        yield counted
+    finally:
+        stop.set()
+        judge.release.set()
+        await asyncio.wait_for(running, 20)
+
+
+async def test_a_judge_that_hangs_holds_up_what_reads_it_to_its_bound_and_nothing_else() -> None:
+    settings = SETTINGS.model_copy(update={"claim_idle_s": 60.0, "batch": 2})
+    looks = 0
+
+    class Watched(MemoryStreams):
+        async def depth(self, stream: StreamName) -> StreamDepth:
+            nonlocal looks
+            looks += 1
+            return await super().depth(stream)
+
+    streams, board, judge = Watched(), MemoryBoard(), HeldJudge(concurrency=6)
+    await board.put_preference(READS_JUDGE)
+    held = await append(streams, 20)
+    async with consuming_with(judge, streams, board, settings) as counted:
+        await until(lambda: judge.running == 6, "the judge to be full")
+        before = looks
+        await until(lambda: looks > before, "the consumer to go on for a while")
+        await board.put_preference(READS_STYLE)
+        pairs = await scored(streams, 20 - 6 - settings.batch)  # all but those that may wait, and a batch
+        assert {outcome.scored_under for _, outcome in pairs if isinstance(outcome, Scored)} == {2}
+        judge.release.set()
+        pairs += await scored(streams, 20 - len(pairs))
+    assert sorted(outcomes_of(pairs)) == sorted(held)
+    assert judge.most == 6
+    assert max(counted.values()) == 1
+
+
+async def test_slow_judgements_leave_the_places_of_the_others_free() -> None:
+    settings = SETTINGS.model_copy(update={"claim_idle_s": 60.0, "batch": 1})
+    streams, board, judge = MemoryStreams(), MemoryBoard(), HeldJudge(concurrency=8)
+    await board.put_preference(READS_JUDGE)
+    await append(streams, 8)
+    async with consuming_with(judge, streams, board, settings) as counted:
+        await until(lambda: judge.running == 8, "eight judgements at once, with a batch of one")
+        assert len(counted) == 8
+        judge.release.set()
+        await scored(streams, 8)

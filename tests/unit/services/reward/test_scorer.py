@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sao.board.memory import MemoryBoard
+from sao.config.schema import AlarmsSection
 from sao.outcome import InfraFailed, Invalid, RewardOutcome, Scored, TimedOut
 from sao.preference import PreferenceDocument
 from sao.tasks.base import Task, UnscorableError
@@ -18,8 +20,13 @@ from sao.tasks.tiny_tokenizer import tokenizer_of_run
 from sao.tokenizer import Tokenizer
 from sao.trajectory import Trajectory
 from sao.v1 import trajectory_pb2 as pb
+from services.reward import metrics
+from services.reward.alarm_watch import AlarmWatch
+from services.reward.alarms import Alarms
 from services.reward.scorer import TrajectoryScorer
-from tests.support.scored_tasks import SETTINGS, SteeredTask, TwoScorersTask, always, trajectory
+from services.reward.scorers.base import ScorerFailedError, ScoringRequest
+from services.reward.scorers.memory import MemoryScorer
+from tests.support.scored_tasks import SETTINGS, SteeredTask, TwoScorersTask, always, trajectory, until
 
 TOKENIZER = tokenizer_of_run(None, Calculator())
 
@@ -178,3 +185,150 @@ async def test_the_preference_is_read_after_the_start_is_noted() -> None:
 
     await TrajectoryScorer(always(), TOKENIZER, read, SETTINGS, wall_clock=clock).score(b"")
     assert order == ["start", "read"]
+
+
+RUBRIC = PreferenceDocument(name="judged", weights={"humour": 0.5, "style": 1.0}, rubric="Puns are not funny.")
+
+
+class Critic:
+    """A judge of the run file, and how often it was asked."""
+
+    def __init__(self, answer: Callable[[], Awaitable[Mapping[str, float]]], *components: str) -> None:
+        self.asked = 0
+        self._answer = answer
+        names = dict.fromkeys(components or ("humour",), "text")
+        self.scorer = MemoryScorer("critic", names, self._ask, deadline_s=0.05, judges=True)
+
+    async def _ask(self, _: ScoringRequest) -> Mapping[str, float]:
+        self.asked += 1
+        return await self._answer()
+
+
+async def funny() -> Mapping[str, float]:
+    return {"humour": 0.5}
+
+
+async def never() -> Mapping[str, float]:
+    held: asyncio.Future[Mapping[str, float]] = asyncio.get_running_loop().create_future()
+    return await held
+
+
+async def down() -> Mapping[str, float]:
+    msg = "the endpoint answers 500"
+    raise ScorerFailedError(msg)
+
+
+async def hopeless() -> Mapping[str, float]:
+    msg = "no text"
+    raise UnscorableError(msg)
+
+
+async def judged_outcome(critic: Critic, task: Task, preference: PreferenceDocument = RUBRIC) -> RewardOutcome:
+    board = MemoryBoard()
+    await board.put_preference(preference)
+    scorer = TrajectoryScorer(task, TOKENIZER, board.preference, SETTINGS, scorers=[critic.scorer])
+    return await scorer.score(trajectory().message.SerializeToString())
+
+
+async def test_what_a_judge_gave_is_kept_with_its_rubric() -> None:
+    outcome = await judged_outcome(Critic(funny), always(style=0.25))
+    assert isinstance(outcome, Scored)
+    assert outcome.components == {"correct": 1.0, "style": 0.25, "humour": 0.5}
+    assert outcome.value == 0.5
+    assert outcome.judged == {"humour": RUBRIC.rubric_id}
+
+
+async def test_a_scorer_that_the_preference_does_not_read_is_not_asked() -> None:
+    critic = Critic(never)
+    outcome = await judged_outcome(critic, always(), PreferenceDocument(name="p", weights={"style": 1.0}))
+    assert isinstance(outcome, Scored)
+    assert critic.asked == 0
+    assert outcome.components == {"correct": 1.0, "style": 0.5}
+    assert outcome.judged == {}
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        PreferenceDocument(name="p", weights={"style": 1.0}, gates=["humour"]),
+        PreferenceDocument(name="p", weights={"style": 1.0}, thresholds={"humour": 0.1}),
+    ],
+    ids=["gate", "threshold"],
+)
+async def test_gates_and_thresholds_read_it_too(reads: PreferenceDocument) -> None:
+    critic = Critic(funny)
+    assert isinstance(await judged_outcome(critic, always(), reads), Scored)
+    assert critic.asked == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        (never, TimedOut(component="critic", after_s=0.05)),
+        (down, InfraFailed(component="critic", reason="the endpoint answers 500")),
+        (hopeless, Invalid(reason="critic: no text")),
+    ],
+)
+async def test_a_judge_that_fails_is_a_typed_failure_with_its_name(
+    answer: Callable[[], Awaitable[Mapping[str, float]]], outcome: RewardOutcome
+) -> None:
+    counter = metrics.COMPONENT_OUTCOMES.labels("critic", outcome.kind)
+    before = counter._value.get()
+    assert await judged_outcome(Critic(answer), always()) == outcome
+    assert counter._value.get() == before + 1
+
+
+async def test_the_tasks_own_failure_waits_for_no_judge() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def endless() -> Mapping[str, float]:
+        begun.set()
+        try:
+            return await never()
+        finally:
+            ended.set()
+
+    critic = Critic(endless)
+    critic.scorer.deadline_s = 60.0
+    outcome = await asyncio.wait_for(judged_outcome(critic, raising(UnscorableError("no truth"))), 5)
+    assert outcome == Invalid(reason="score: no truth")
+    assert begun.is_set()
+    await asyncio.wait_for(ended.wait(), 5)  # nobody pays a judge for what is dead already
+
+
+async def test_waiting_is_said_once_the_tasks_components_are_there() -> None:
+    board, said = MemoryBoard(), []
+    await board.put_preference(RUBRIC)
+    held = asyncio.Event()
+
+    async def hold() -> Mapping[str, float]:
+        await held.wait()
+        return {"humour": 1.0}
+
+    critic = Critic(hold)
+    critic.scorer.deadline_s = 5.0
+    scorer = TrajectoryScorer(always(), TOKENIZER, board.preference, SETTINGS, scorers=[critic.scorer])
+    payload = trajectory().message.SerializeToString()
+    scoring = asyncio.ensure_future(scorer.score(payload, on_waiting=lambda: said.append(True)))
+    await until(lambda: bool(said), "the task's components")
+    held.set()
+    assert isinstance(await scoring, Scored)
+    assert said == [True]
+    await board.put_preference(PreferenceDocument(name="p", weights={"style": 1.0}))
+    await scorer.score(payload, on_waiting=lambda: said.append(False))
+    assert said == [True]
+
+
+async def test_what_is_scored_is_watched_for_hacking() -> None:
+    board = MemoryBoard()
+    await board.put_preference(always().default_preference)
+    watch = AlarmWatch(Alarms(AlarmsSection(window=50)))
+    level = {"correct": 0.1, "style": 0.9}
+    scorer = TrajectoryScorer(SteeredTask(lambda _: level), TOKENIZER, board.preference, SETTINGS, alarms=watch)
+    payload = trajectory().message.SerializeToString()
+    for _ in range(200):
+        await scorer.score(payload)
+    level.update(correct=0.9, style=0.1)
+    for _ in range(50):
+        await scorer.score(payload)
+    assert [(alarm.rising, alarm.collapsing) for alarm in watch.active()] == [("correct", "style")]

@@ -165,6 +165,35 @@ async def test_a_missing_component_sends_a_trajectory_back_twice_at_most(new_wor
     assert await world.streams.unconsumed() == 0
 
 
+async def test_what_was_judged_under_another_rubric_is_sent_back_and_never_reused(new_world: NewWorld) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    kind = PreferenceDocument(name="kind", weights={"humour": 1.0}, rubric="Puns are funny.")
+    stern = PreferenceDocument(name="stern", weights={"humour": 0.5}, rubric="Puns are not funny.")
+    judged = {"humour": kind.rubric_id}
+    outcome = Scored(
+        components={"right": 1.0, "humour": 0.75}, value=0.75, scored_under=1, scoring_started_s=1.0, judged=judged
+    )
+    await world.board.put_preference(stern)
+    first = await world.deliver(outcome=outcome)
+    assert await take(consumer) == Refused(first, "rescore")
+    # Under the same rubric other weights are arithmetic, and so is a preference that reads no judge.
+    await world.board.put_preference(kind.model_copy(update={"weights": {"humour": 0.5}}))
+    await world.streams.open_consumer(StreamName.TRAJECTORIES, "reward")
+    (back,) = await world.streams.read(StreamName.TRAJECTORIES, "reward", count=1, block_ms=0)
+    fields = {**back.fields, "outcome": outcome.model_dump_json()}
+    assert await world.streams.move(back, "reward", StreamName.SCORED, fields)
+    again = await take(consumer)
+    assert isinstance(again, Taken)
+    assert (again.reward, again.trained_under) == (0.375, 3)
+    consumer.begin_update()
+    await world.board.put_preference(PREFERENCE.model_copy(update={"rubric": "Puns are not funny."}))
+    await world.deliver(outcome=outcome)
+    plain = await take(consumer)
+    assert isinstance(plain, Taken)
+    assert (plain.reward, plain.trained_under) == (1.0, 4)
+
+
 @pytest.mark.parametrize("payload", [b"\xff\xff\xff", b"", None])
 async def test_a_damaged_payload_is_buried_and_the_next_trains(new_world: NewWorld, payload: bytes | None) -> None:
     world = new_world()
