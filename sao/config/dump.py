@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import tomli_w
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
 from sao.config.keys import all_settings
 from sao.config.overrides import ENVIRONMENT_PREFIX
@@ -59,7 +59,15 @@ def _variable(section: str, key: str) -> str:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: str(value) if isinstance(value, Path) else value
+        key: _plain_value(value)
         for key, value in values.items()
         if value is not None and not isinstance(value, SecretStr)
     }
+
+
+def _plain_value(value: Any) -> Any:  # noqa: ANN401 - whatever a setting holds
+    if isinstance(value, BaseModel):
+        return _plain(dict(value))
+    if isinstance(value, Mapping):
+        return _plain(value)
+    return str(value) if isinstance(value, Path) else value

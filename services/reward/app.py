@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -15,6 +16,7 @@ import sao.board
 import sao.streams
 from sao.board.base import Board
 from sao.config import ConfigError, RunConfig
+from sao.config.schema import PreferenceBounds
 from sao.problems import Bearer, install
 from sao.rest import Server
 from sao.tasks import TaskLoadError, load_task
@@ -23,9 +25,10 @@ from sao.tasks.tiny_tokenizer import VocabularyError, tokenizer_of_run
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from sao.telemetry.routes import TELEMETRY_PATHS, answer
+from services.reward.changes import PATH
 from services.reward.consumer import Consumer
 from services.reward.preference_folder import Keeper, PreferenceFolder
-from services.reward.preferences import PATH, PreferenceRoutes, ensure_preference
+from services.reward.preferences import PreferenceRoutes, ensure_preference
 from services.reward.retry import patiently
 from services.reward.scorer import TrajectoryScorer
 
@@ -35,11 +38,24 @@ GRACE_S = 3.0
 log = get_logger(__name__)
 
 
-def create_app(task: Task, board: Board, health: Health, token: SecretStr | None, keeper: Keeper) -> FastAPI:
-    """The HTTP side: preferences under /v1, an index at /, telemetry beside it."""
+def create_app(
+    task: Task,
+    board: Board,
+    health: Health,
+    token: SecretStr | None,
+    keeper: Keeper,
+    *,
+    archive: Path,
+    bounds: PreferenceBounds | None = None,
+) -> FastAPI:
+    """The HTTP side: preferences under /v1, an index at /, telemetry beside it.
+
+    `archive`: where the trainer keeps what it trained on; `bounds`: none means the defaults.
+    """
+    preferences = PreferenceRoutes(board, task, keeper, bounds or PreferenceBounds(), archive)
     app = FastAPI(title="SAO reward", docs_url=None, redoc_url=None)
     install(app, RequestValidationError)
-    app.include_router(PreferenceRoutes(board, task, keeper).router(), dependencies=[Depends(Bearer(token))])
+    app.include_router(preferences.router(), dependencies=[Depends(Bearer(token))])
 
     async def index() -> dict[str, object]:
         """What this service is, and where to go."""
@@ -53,6 +69,13 @@ def create_app(task: Task, board: Board, health: Health, token: SecretStr | None
                 f"GET {PATH}": "the current preference; its ETag is the version",
                 f"GET {PATH}/{{version}}": "an earlier preference",
                 f"PUT {PATH}": "change what is rewarded from the next scoring on; If-Match guards against others",
+                f"POST {PATH}:dry-run": "what a document would change for the newest trained trajectories",
+                f"GET {PATH}/history": "every version, newest first: when, by whom, why",
+                f"POST {PATH}/{{version}}:rollback": "make an older version's document the next version",
+                f"GET, POST {PATH}/schedule": "switches that wait for a time or an update",
+                f"DELETE {PATH}/schedule/{{id}}": "forget one of them",
+                f"POST {PATH}:hold, {PATH}:resume": "refuse every change; go on",
+                f"GET {PATH}/hold": "whether changes are held",
                 "GET /openapi.json": "the schema of the above",
                 "GET /metrics, /healthz, /readyz": "telemetry",
             },
@@ -84,10 +107,11 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     streams, board = sao.streams.connect(config), sao.board.connect(config)
     health = Health(stalled_after_s=max(60.0, 3 * settings.component_timeout_s))
     try:
-        keeper = Keeper(board, PreferenceFolder(config.run.dir))
+        keeper = Keeper(board, PreferenceFolder(config.run.dir), min_seconds=settings.preference_min_seconds)
         await patiently(keeper.once)
-        await ensure_preference(board, config.preference, task)
-        app = create_app(task, board, health, config.auth.token, keeper)
+        await ensure_preference(board, config.preference, task, settings.bounds)
+        archive = config.run.dir / "archive"
+        app = create_app(task, board, health, config.auth.token, keeper, archive=archive, bounds=settings.bounds)
         server = Server(app, grace_s=2)
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.create_server((settings.bind, settings.port), family=family) as listener:

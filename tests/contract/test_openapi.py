@@ -33,8 +33,8 @@ from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.weights.app import build_app
 from tests.unit.services.weights.world import World
 
-EXAMPLES = 8
-"""Requests to each route of each kind: such as its document allows, and such as it forbids."""
+EXAMPLES = {True: 6, False: 2}
+"""Requests to each route of each kind, such as its document allows, and such as it forbids; with the token, without."""
 Service = Callable[[Path, SecretStr], FastAPI]
 TOKEN = "s3cret"
 CHECKS = [
@@ -56,7 +56,9 @@ def reward(run_dir: Path, token: SecretStr) -> FastAPI:
             await board.put_preference(document)
 
     asyncio.run(store())
-    return create_app(task, board, Health(60.0), token, Keeper(board, PreferenceFolder(run_dir)))
+    return create_app(
+        task, board, Health(60.0), token, Keeper(board, PreferenceFolder(run_dir)), archive=run_dir / "archive"
+    )
 
 
 def weights(run_dir: Path, token: SecretStr) -> FastAPI:
@@ -93,7 +95,7 @@ def answers_as_documented(
     """Send requests of one kind to one route, always the same ones, and check each answer."""
 
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=EXAMPLES[bool(headers)],
         derandomize=True,
         database=None,
         deadline=None,
@@ -105,6 +107,6 @@ def answers_as_documented(
         response = case.call(headers=headers)
         case.validate_response(response, checks=CHECKS)
         if not headers and operation.path.startswith("/v1"):
-            assert response.status_code == 401
+            assert response.status_code in {401, 404}  # 404: what was sent makes another path of it
 
     ask()
