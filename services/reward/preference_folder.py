@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -60,6 +61,11 @@ class PreferenceFolder:
         """Everything kept; a line that is damaged is left out, and logged."""
         data = self._file.read_bytes() if self._file.exists() else b""
         return Kept.of(_records(data[: data.rfind(b"\n") + 1], str(self._file)), older=self._older())
+
+    @property
+    def seen(self) -> int:
+        """Number of the newest record that was in the file at the last look."""
+        return self._newest
 
     def known(self) -> int:
         """Number of the newest record in the file, durable or not; 0: none."""
@@ -183,7 +189,6 @@ class Keeper:
         self._folder = folder
         self._min_seconds = min_seconds
         self._refused = False
-        self._last_known = 0
         self._one = asyncio.Lock()
 
     async def run(self) -> None:
@@ -199,6 +204,7 @@ class Keeper:
 
     async def once(self) -> None:
         """Reconcile; a folder that refuses is counted and asked again the next time. StreamError: the board refused."""
+        await self._known()
         async with self._one:
             await self._guarded(self._reconcile)
 
@@ -234,12 +240,8 @@ class Keeper:
 
     async def _known(self) -> int:
         """The newest record that the folder shows, or showed last when it cannot be read."""
-        try:
-            self._last_known = await asyncio.to_thread(self._folder.known)
-        except OSError as error:
-            metrics.PREFERENCE_FOLDER_ERRORS.inc()
-            log.warning("the record of preference changes cannot be read", reason=str(error))
-        return self._last_known
+        await self._guarded(partial(asyncio.to_thread, self._folder.known))
+        return self._folder.seen
 
     async def _keep(self, change: PreferenceChange) -> None:
         # Who waits here finds the record kept already, mostly: one fsync is for all that the board has by then.
@@ -255,7 +257,7 @@ class Keeper:
             raise LostChangeError(msg)
 
     async def _reconcile(self) -> None:
-        known = await asyncio.to_thread(self._folder.known)
+        known = self._folder.seen
         changes = await self._board.preference_changes(max(known - 1, 0))
         if known == 0 or not changes:
             await self._restore()
@@ -268,7 +270,7 @@ class Keeper:
             metrics.PREFERENCES_RESTORED.inc()
             log.error("the board had lost its preferences, they are restored", version=kept.version, record=kept.seq)
 
-    async def _guarded(self, call: Callable[[], Awaitable[None]]) -> None:
+    async def _guarded(self, call: Callable[[], Awaitable[object]]) -> None:
         try:
             await call()
         except OSError as error:
