@@ -21,6 +21,8 @@ from sao.preference import PreferenceDocument
 BINS = 10
 EXAMPLES = 10
 """Movers that are named."""
+LARGEST = 1e100
+"""A reward beyond this is as good as no number: sums of such are none."""
 _SAME = 1e-9
 """Rewards closer to the mean than this share of their range count as neither above nor below."""
 
@@ -36,7 +38,7 @@ class Distribution(_View):
     std: float | None
     """0: every advantage would be zero, and nothing would be learnt."""
     deciles: list[float]
-    """Least, nine deciles, largest; empty of nothing."""
+    """Least, nine deciles, largest, each the nearest reward that there is; empty of nothing."""
     histogram: list[int]
     """Trajectories in each of the bins between `edges`."""
 
@@ -83,7 +85,7 @@ class DryRun(_View):
     missing_now: int
     """Trajectories that lack a component of the present preference."""
     not_finite: int
-    """Trajectories whose reward would be no number under one of the two."""
+    """Trajectories whose reward would be no number, or beyond LARGEST, under one of the two."""
     unreadable: int = 0
     """Archived updates that could not be read."""
 
@@ -143,9 +145,10 @@ def dry_run(
 
 def _pair(one: Archived, now: PreferenceDocument, then: PreferenceDocument) -> _Pair | None:
     try:
-        return _Pair(one, now.value(one.components), then.value(one.components))
+        pair = _Pair(one, now.value(one.components), then.value(one.components))
     except (ValueError, OverflowError):
         return None
+    return pair if max(abs(pair.now), abs(pair.then)) <= LARGEST else None
 
 
 def _example(pair: _Pair, *, flips: bool) -> Example:
@@ -175,10 +178,10 @@ def _distribution(values: Sequence[float], edges: Sequence[float]) -> Distributi
     if not values:
         return Distribution(mean=None, std=None, deciles=[], histogram=[])
     bins = Counter(min(bisect_right(edges, value) - 1, BINS - 1) for value in values)
-    inner = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else list(values) * 9
+    ordered = sorted(values)
     return Distribution(
         mean=statistics.fmean(values),
         std=statistics.pstdev(values),
-        deciles=[min(values), *inner, max(values)],
+        deciles=[ordered[round(tenth * (len(ordered) - 1) / 10)] for tenth in range(11)],
         histogram=[bins[place] for place in range(BINS)],
     )
