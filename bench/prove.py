@@ -183,8 +183,8 @@ def soak(_case: str, run: Path) -> dict[str, Any]:
 
 def put(_case: str, run: Path) -> dict[str, Any]:
     """Bar: 1,000 PUTs of 8 clients to two reward services whose queue is never empty at 200 scorings a second or more:
-    versions and audit log without a gap, exactly one winner for each If-Match, no scoring that started after a 200 under
-    an older version on either replica, p99 of a PUT at most 100 ms.
+    versions and audit log without a gap, exactly one winner for each If-Match, no scoring that started after a 200
+    under an older version on either replica, p99 of a PUT at most 100 ms.
     """
     run.mkdir(parents=True)
     return put_under_load(run, puts=1000)

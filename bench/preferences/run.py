@@ -5,18 +5,21 @@ Every process is real: Valkey, two reward services on one store and one run fold
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import http.client
 import json
 import math
 import re
 import subprocess
 import sys
+import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ P99_S = 0.1
 IN_HAND = RewardSection().batch
 """Trajectories that a service works on at most: a queue that is longer is not empty."""
 URL = "/v1/preferences"
+BODIES = [document.model_dump_json().encode() for document in Writing().preferences.values()]
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,15 @@ def prove(folder: Path, *, puts: int) -> dict[str, Any]:
     with running(folder) as (configs, run_file):
         urls = [f"http://127.0.0.1:{config.reward.port}" for config in configs]
         with traffic(run_file, folder) as seen:
-            made = [put for conditional in (False, True) for put in asyncio.run(put_all(urls, puts // 2, conditional))]
-        shares = [_scored_by(url) for url in urls]
+            made = [put for kind in (False, True) for put in put_all(urls, puts // 2, conditional=kind)]
+        shares = [_scraped(url, 'sao_reward_outcomes_total{kind="scored"}') for url in urls]
+        kept = [
+            _scraped(url, f"sao_reward_preference_keep_seconds_{what}") for what in ("sum", "count") for url in urls
+        ]
     lines = (folder / "run" / "preferences" / "audit.jsonl").read_text().splitlines()
-    return judge(made, json.loads(seen.read_text()), shares, [json.loads(line) for line in lines])
+    found = judge(made, json.loads(seen.read_text()), shares, [json.loads(line) for line in lines])
+    kept_s, syncs = sum(kept[: len(urls)]), sum(kept[len(urls) :])
+    return {**found, "audit_writes": round(syncs), "ms_each": round(1000 * kept_s / syncs, 1)}
 
 
 @contextlib.contextmanager
@@ -71,7 +80,7 @@ def running(folder: Path) -> Iterator[tuple[Sequence[RunConfig], Path]]:
     """A store and REPLICAS reward services in an empty folder; their configurations and one of their run files."""
     port = free_port()
     sets = ["run.name=puts", f'run.dir="{folder / "run"}"', f'redis.url="redis://127.0.0.1:{port}/0"']
-    sets += ["task.name=writing"]
+    sets += ["task.name=writing", "reward.batch=4"]
     own = [[f"reward.port={free_port()}", f"reward.consumer=reward-{number}"] for number in range(REPLICAS)]
     configs = [load_run_config(None, [*sets, *more], env={}) for more in own]
     command = valkey_command(configs[0].redis, port, folder / "valkey", folder / "valkey.log")
@@ -108,37 +117,51 @@ def traffic(run_file: Path, folder: Path) -> Iterator[Path]:
             process.kill()
 
 
-async def put_all(urls: Sequence[str], puts: int, conditional: bool) -> list[Put]:
-    """From CLIENTS at once, each at one of the replicas; `conditional`: under If-Match of what it has just read."""
+def put_all(urls: Sequence[str], puts: int, *, conditional: bool) -> list[Put]:
+    """From CLIENTS at once, each at one of the replicas; `conditional`: under If-Match of what it has just read.
+
+    Threads with http.client: a client that takes longer than the service would be measuring itself.
+    """
     made: list[Put] = []
     left = iter(range(puts))
+    one = threading.Lock()
 
-    async def work(number: int) -> None:
-        async with httpx.AsyncClient(base_url=urls[number % len(urls)], timeout=30, trust_env=False) as client:
-            await client.get(URL)
-            for count in left:
-                if_match = int((await client.get(URL)).headers["etag"].strip('"')) if conditional else None
-                made.append(await _put(client, count, if_match))
+    def work(number: int) -> None:
+        client = http.client.HTTPConnection(urls[number % len(urls)].removeprefix("http://"), timeout=30)
+        with contextlib.closing(client):
+            _asked(client, "GET")
+            while True:
+                with one:
+                    count = next(left, None)
+                if count is None:
+                    return
+                if_match = _asked(client, "GET")[1]["version"] if conditional else None
+                made.append(_put(client, count, if_match))
 
-    async with asyncio.TaskGroup() as group:
-        for number in range(CLIENTS):
-            group.create_task(work(number))
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        list(pool.map(work, range(CLIENTS)))
     return made
 
 
-async def _put(client: httpx.AsyncClient, count: int, if_match: int | None) -> Put:
-    documents = list(Writing().preferences.values())
-    body = documents[count % len(documents)].model_dump_json()
+def _put(client: http.client.HTTPConnection, count: int, if_match: int | None) -> Put:
+    body = BODIES[count % len(BODIES)]
     headers = {"If-Match": f'"{if_match}"'} if if_match is not None else {}
     started = time.perf_counter()
-    answer = await client.put(URL, content=body, headers=headers)
+    status, answer = _asked(client, "PUT", body, headers)
     seconds, answered_s = time.perf_counter() - started, time.time()
-    version = answer.json()["version"] if answer.status_code == httpx.codes.OK else 0
-    return Put(if_match, answer.status_code, version, seconds, answered_s)
+    return Put(if_match, status, answer["version"] if status == HTTPStatus.OK else 0, seconds, answered_s)
+
+
+def _asked(
+    client: http.client.HTTPConnection, method: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    client.request(method, URL, body, dict(headers or {}))
+    response = client.getresponse()
+    return response.status, json.loads(response.read())
 
 
 def judge(
-    puts: Sequence[Put], seen: dict[str, Any], shares: Sequence[int], lines: Sequence[dict[str, Any]]
+    puts: Sequence[Put], seen: dict[str, Any], shares: Sequence[float], lines: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Whether all that was promised held, and the numbers."""
     stored = sorted((put for put in puts if put.version), key=lambda put: put.version)
@@ -152,8 +175,8 @@ def judge(
         "puts": len(puts),
         "stored": len(stored),
         "gapless": [put.version for put in stored] == list(range(2, len(stored) + 2)),
-        "refused_with_412": sum(put.status == httpx.codes.PRECONDITION_FAILED for put in losers),
-        "refused_otherwise": sum(put.status != httpx.codes.PRECONDITION_FAILED for put in losers),
+        "refused_with_412": sum(put.status == HTTPStatus.PRECONDITION_FAILED for put in losers),
+        "refused_otherwise": sum(put.status != HTTPStatus.PRECONDITION_FAILED for put in losers),
         "if_matches": len(tried),
         "if_matches_with_one_winner": sum(winners[one] == 1 for one in tried),
         "audit_is_gapless": [line["seq"] for line in lines] == list(range(1, len(stored) + 2)),
@@ -199,7 +222,7 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
 
 
-def _scored_by(url: str) -> int:
+def _scraped(url: str, metric: str) -> float:
     text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
-    match = re.search(r'^sao_reward_outcomes_total\{kind="scored"\} (\S+)$', text, re.MULTILINE)
-    return round(float(match[1])) if match else 0
+    match = re.search(rf"^{re.escape(metric)} (\S+)$", text, re.MULTILINE)
+    return float(match[1]) if match else 0.0
