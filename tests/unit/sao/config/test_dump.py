@@ -41,7 +41,9 @@ def value_of(setting: Setting) -> st.SearchStrategy[object]:
 
 
 PLAIN = [
-    s for s in all_settings() if not s.secret and s.section not in {"preference", "sampling"} and s.key != "redis.url"
+    s
+    for s in all_settings()
+    if not s.secret and s.section not in {"preference", "sampling"} and s.key not in {"redis.url", "reward.bounds"}
 ]
 
 
@@ -65,6 +67,15 @@ def configs(draw: st.DrawFn) -> RunConfig:
 def test_what_is_written_reads_back_the_same(tmp_path_factory: pytest.TempPathFactory, config: RunConfig) -> None:
     path = tmp_path_factory.getbasetemp() / "round-trip.toml"
     path.write_text(dump_run_config(config), encoding="utf-8", newline="")
+    assert load_run_config(path, env={}) == config
+
+
+def test_a_table_within_a_table_reads_back_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[reward.bounds]\nweight = 2.5\n", encoding="utf-8")
+    config = load_run_config(path, ["reward.bounds.offset=3"], env={"SAO__REWARD__BOUNDS__REWARD": "4"})
+    assert (config.reward.bounds.weight, config.reward.bounds.offset, config.reward.bounds.reward) == (2.5, 3.0, 4.0)
+    path.write_text(dump_run_config(config), encoding="utf-8")
     assert load_run_config(path, env={}) == config
 
 
