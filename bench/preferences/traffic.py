@@ -24,7 +24,7 @@ from sao.tasks.writing import LEXICONS, Writing
 from sao.v1 import trajectory_pb2 as pb
 from tests.support.rollouts import play
 
-MOST = 400
+MOST = 1500
 """Entries on the stream: it is filled up to this again and again; far above what all services have in hand."""
 AT_ONCE = 64
 LOOK_EVERY_S = 0.02

@@ -68,7 +68,7 @@ class Changes:
             raise
         if change is not None:
             metrics.PREFERENCE_CHANGES.labels(change.what).inc()
-            log.info("preference change", **change.model_dump(mode="json", exclude_none=True))
+            log.info("preference change", **change.model_dump(mode="json", exclude_none=True, exclude={"document"}))
         return change
 
     async def _make(self, asked: ChangeRequest) -> PreferenceChange | None:

@@ -234,7 +234,7 @@ class Keeper:
                 return
             if change is None:
                 break
-            log.info("scheduled preference", **change.model_dump(mode="json", exclude_none=True))
+            log.info("scheduled preference", **change.model_dump(mode="json", exclude_none=True, exclude={"document"}))
         metrics.SCHEDULED.set(len(await self._board.scheduled_preferences()))
         metrics.HELD.set((await self._board.preference_hold()).held)
 

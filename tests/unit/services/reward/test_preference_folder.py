@@ -112,6 +112,12 @@ async def test_replicas_write_each_line_once(tmp_path: Path) -> None:
 async def test_many_changes_at_once_are_made_durable_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     board = MemoryBoard()
     keeper, syncs, real = Keeper(board, PreferenceFolder(tmp_path)), 0, os.fsync
+    reads, read = 0, board.preference_changes
+
+    async def preference_changes(after: int) -> list[PreferenceChange]:
+        nonlocal reads
+        reads += 1
+        return await read(after)
 
     def fsync(descriptor: int) -> None:
         nonlocal syncs
@@ -120,9 +126,11 @@ async def test_many_changes_at_once_are_made_durable_together(tmp_path: Path, mo
 
     await keeper.change(ChangeRequest(what="put", document=renamed(0)))
     monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(board, "preference_changes", preference_changes)
     await asyncio.gather(*(keeper.change(ChangeRequest(what="put", document=renamed(n))) for n in range(1, 21)))
     assert len(lines(tmp_path)) == 21
     assert 1 <= syncs <= 5
+    assert 1 <= reads <= 5
 
 
 async def test_a_put_to_a_board_that_was_emptied_counts_on(tmp_path: Path) -> None:
@@ -205,11 +213,16 @@ async def test_a_line_that_was_cut_short_is_written_again(tmp_path: Path) -> Non
     assert [line["seq"] for line in lines(tmp_path)] == [1, 2, 3]
 
 
-async def test_a_log_that_was_removed_is_written_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [None, 0, 1])
+async def test_a_log_that_was_removed_or_cut_is_written_anew(tmp_path: Path, left: int | None) -> None:
     board, folder = MemoryBoard(), PreferenceFolder(tmp_path)
     await put(board, 1, 2)
     await reconcile(board, folder)
-    (tmp_path / "preferences" / "audit.jsonl").unlink()
+    file = tmp_path / "preferences" / "audit.jsonl"
+    if left is None:
+        file.unlink()
+    else:
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:left]))
     await reconcile(board, folder)
     assert [line["seq"] for line in lines(tmp_path)] == [1, 2]
 
