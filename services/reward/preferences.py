@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi import Path as PathParameter
 from pydantic import BaseModel, ConfigDict
 
 from sao.board.base import Board, PreferenceConflictError
@@ -43,6 +44,7 @@ MAX_DRY_RUN = 1000
 """Trajectories that one dry run compares at most."""
 _LARGEST = 2**53
 
+Version = Annotated[int, PathParameter(ge=-_LARGEST, le=_LARGEST)]
 Before = Annotated[int | None, Query(ge=1, le=_LARGEST, description="Only versions below this.")]
 Limit = Annotated[int, Query(ge=1, le=MAX_HISTORY)]
 Last = Annotated[int, Query(ge=1, le=MAX_DRY_RUN, description="Trajectories, the newest that were trained on.")]
@@ -93,7 +95,7 @@ class PreferenceRoutes:
         router = APIRouter()
         missing, invalid = HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY
         too_large = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-        given, one, body = answers(Preference), f"{PATH}/{{version:int}}", body_of(PreferenceDocument)
+        given, one, body = answers(Preference), f"{PATH}/{{version}}", body_of(PreferenceDocument)
         unchanged = {304: {"description": "If-None-Match names the current version"}}
         router.add_api_route(PATH, self.current, methods=["GET"], responses=given | unchanged | problems(missing))
         router.add_api_route(
@@ -121,7 +123,7 @@ class PreferenceRoutes:
             return Response(status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": _etag(preference)})
         return _answer(preference)
 
-    async def by_version(self, version: int) -> Response:
+    async def by_version(self, version: Version) -> Response:
         """The preference of one version; versions count from 1."""
         return _answer(await self._of(version))
 
@@ -144,7 +146,7 @@ class PreferenceRoutes:
         return await self._store(asked)
 
     async def rollback(
-        self, request: Request, version: int, author: AuthorQuery = "", reason: ReasonQuery = ""
+        self, request: Request, version: Version, author: AuthorQuery = "", reason: ReasonQuery = ""
     ) -> Response:
         """Store an older version's document as the next version."""
         if_version = if_match(request)
