@@ -28,6 +28,7 @@ from bench.comparison import draw_comparison
 from bench.fuzz.run import Share
 from bench.fuzz.run import fuzz as fuzz_services
 from bench.judge.run import prove as prove_judge
+from bench.preferences.run import prove as put_under_load
 from bench.soak.run import soak as soak_services
 from bench.transitions.run import prove as kill_engine_in
 from bench.weights.failures import prove as provoke_failures
@@ -211,6 +212,15 @@ def soak(_case: str, run: Path) -> dict[str, Any]:
     return {**found, "passed": found["passed"] and found["seconds"] <= 1200}
 
 
+def put(_case: str, run: Path) -> dict[str, Any]:
+    """Bar: 1,000 PUTs of 8 clients to two reward services whose queue is never empty at 200 scorings a second or more:
+    versions and audit log without a gap, exactly one winner for each If-Match, no scoring that started after a 200
+    under an older version on either replica, p99 of a PUT at most 100 ms.
+    """
+    run.mkdir(parents=True)
+    return put_under_load(run, puts=1000)
+
+
 def transitions(case: str, run: Path) -> dict[str, Any]:
     """Bar: a real engine killed while its keeper is in each state is out of rotation within 5 s, with the reason on the
     board, and, started again with its launch checkpoint, in rotation only with the newest version, to the bit; the
@@ -273,6 +283,7 @@ PROOFS: dict[str, Proof] = {
     "preference": Proof(preference),
     "engines": Proof(engines),
     "fuzz": Proof(fuzz, tuple(map(str, range(FUZZ_BLOCKS)))),
+    "put": Proof(put, ("0",)),
     "soak": Proof(soak, ("0",)),
     "judge": Proof(judge, ("0",)),
     "transitions": Proof(transitions, tuple(state.value for state in EngineState)),

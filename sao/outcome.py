@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from sao.preference import PreferenceDocument
+
+
+def known_to(
+    document: PreferenceDocument, components: Mapping[str, float], judged: Mapping[str, str]
+) -> dict[str, float]:
+    """Those of the components that hold under this document: not the ones judged under another rubric."""
+    foreign = {name for name, rubric_id in judged.items() if rubric_id != document.rubric_id}
+    return {name: value for name, value in components.items() if name not in foreign}
 
 
 class _Outcome(BaseModel):
@@ -31,8 +40,7 @@ class Scored(_Outcome):
         Raises MissingComponentError when it reads a component that was not computed, or was judged under another
         rubric, and ValueError when the result is not finite.
         """
-        foreign = {name for name, rubric_id in self.judged.items() if rubric_id != document.rubric_id}
-        return document.value({name: value for name, value in self.components.items() if name not in foreign})
+        return document.value(known_to(document, self.components, self.judged))
 
 
 class TimedOut(_Outcome):

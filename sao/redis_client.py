@@ -99,7 +99,7 @@ class RunKeys:
 
     @property
     def board(self) -> str:
-        """Fields `epoch`, `trainer`, `preference` (the current version)."""
+        """Fields `epoch`, `trainer`, `preference` (the current version), `preference-*` (change_preferences.lua)."""
         return self.key("board")
 
     @property
@@ -113,6 +113,16 @@ class RunKeys:
     @property
     def preferences(self) -> str:
         return self.key("board:preferences")
+
+    @property
+    def preference_changes(self) -> str:
+        """Number -> record."""
+        return self.key("board:preference-changes")
+
+    @property
+    def preference_schedule(self) -> str:
+        """Number of the record that scheduled it -> that record, a line break, what every record of it ends with."""
+        return self.key("board:preference-schedule")
 
 
 def connect_redis(config: RedisSection, *, retries: int = 2) -> aioredis.Redis:

@@ -5,7 +5,7 @@
 | `TrainerFacts` (update, version, consumed, epoch, state) | trainer | ingest (admission), weights, supervisor |
 | `VersionRecord` by name, announced *before* any engine loads it | trainer | ingest (known), trainer (lag), weights |
 | `EngineFacts` by engine id | weights | rollout (which engines there are, and in rotation), supervisor |
-| `Preference` by version, current version | reward | reward, trainer |
+| `Preference` by version, the current one, scheduled ones, the hold, records of changes | reward | reward, trainer |
 
 Writes of the trainer and of the weights service carry their epochs and are refused (FencedError) when a newer one of
 them has started. Every call may raise StreamUnavailableError (sao.streams.base): the board lives where the streams do.
@@ -14,13 +14,13 @@ tests/contract/test_board.py runs on every implementation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import Annotated, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from sao.preference import Preference, PreferenceDocument
+from sao.preference_changes import ChangeRequest, Hold, Kept, PreferenceChange, ScheduledPreference
 
 
 class _Fact(BaseModel):
@@ -90,6 +90,36 @@ class PreferenceConflictError(Exception):
     """The preference changed since the version the writer had read."""
 
 
+class PreferencesHeldError(Exception):
+    """Changes are held."""
+
+    def __init__(self, hold: Hold) -> None:
+        self.hold = hold
+        by = f" by {hold.author}" if hold.author else ""
+        why = f": {hold.reason}" if hold.reason else ""
+        super().__init__(f"changes of the preference are held{by}{why}; resume them first")
+
+
+class PreferenceLimitError(Exception):
+    """The last change is too short a time ago."""
+
+    def __init__(self, wait_s: float) -> None:
+        self.wait_s = wait_s
+        super().__init__(f"the preference was changed a moment ago; the next change may come in {wait_s:.3g} s")
+
+
+class ScheduleFullError(Exception):
+    """As many switches wait as may."""
+
+
+class UnknownSwitchError(KeyError):
+    """No switch of this id waits: it took effect, was refused or cancelled, or never was."""
+
+
+class BoardBehindError(Exception):
+    """The board has lost records of preference changes that the caller knows of: restore them, then repeat."""
+
+
 class Board(Protocol):
     async def new_trainer_epoch(self, *, above: int = 0, found: int | None = None, version: str = "") -> int:
         """Claim the next epoch that is above `above`; every older trainer is fenced from now on.
@@ -126,19 +156,39 @@ class Board(Protocol):
 
     async def engines(self) -> dict[str, EngineFacts]: ...
 
-    async def put_preference(self, document: PreferenceDocument, *, if_version: int | None = None) -> Preference:
-        """Store as the next version and make it current, atomically.
+    async def change_preferences(
+        self, asked: ChangeRequest, *, above: int = 0, min_seconds: float = 0.0
+    ) -> PreferenceChange | None:
+        """Make one change and its record, atomically; None when there is nothing to do.
 
-        With `if_version`, only when that is still the current one (0: none yet), else PreferenceConflictError.
+        `above`: the newest record the caller knows of; BoardBehindError when the board has less. `min_seconds`: between
+        two versions. `apply` makes the earliest scheduled switch that is due take effect, or refuses it when its
+        `if_version` is no longer current; it waits while changes are held or too soon. `resume` of what is not held
+        is nothing. Else PreferencesHeldError (all but `cancel`, `hold` and `resume`), PreferenceConflictError,
+        PreferenceLimitError, ScheduleFullError, UnknownSwitchError.
         """
+
+    async def put_preference(self, document: PreferenceDocument, *, if_version: int | None = None) -> Preference:
+        """Store as the next version and make it current: `change_preferences` of a `put` that nobody signs."""
 
     async def preference(self, version: int | None = None) -> Preference | None:
         """The current preference, or that of `version`."""
 
-    async def restore_preferences(self, preferences: Sequence[Preference]) -> bool:
-        """Bring back what a board has lost: these, ascending, the last one current, in one step.
+    async def preferences(self, *, before: int | None = None, limit: int) -> list[Preference]:
+        """At most `limit` versions, newest first; only those below `before`."""
 
-        False, and nothing changed, when the board's current version is as new as the last of these, or newer.
+    async def scheduled_preferences(self) -> list[ScheduledPreference]:
+        """The switches that wait, in the order in which they were scheduled."""
+
+    async def preference_hold(self) -> Hold: ...
+
+    async def preference_changes(self, after: int) -> list[PreferenceChange]:
+        """The records above number `after`, ascending without a gap."""
+
+    async def restore_preferences(self, kept: Kept) -> bool:
+        """Bring back what a board has lost, in one step.
+
+        False, and nothing changed, when the board is as new as the newest record and version of these, or newer.
         """
 
     async def close(self) -> None: ...

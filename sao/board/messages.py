@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sao.board.base import VersionRecord
+from sao.preference_changes import MAX_SCHEDULED
 
 
 def fenced_message(epoch: int, newest: int) -> str:
@@ -24,5 +25,25 @@ def conflicting_version_message(known: VersionRecord, record: VersionRecord) -> 
 
 
 def conflicting_preference_message(expected: int, current: int) -> str:
-    """What `put_preference` says when another writer was first."""
+    """What `change_preferences` says when another writer was first."""
     return f"the preference is at version {current}, expected {expected}: read it again, then repeat the change"
+
+
+def refused_switch_message(expected: int, current: int) -> str:
+    """What the record of a switch says whose version is gone."""
+    return f"version {current} is current, it was to follow version {expected}"
+
+
+def full_schedule_message() -> str:
+    """What `change_preferences` says when no further switch may wait."""
+    return f"{MAX_SCHEDULED} switches wait already: cancel one, or wait for one to take effect"
+
+
+def unknown_switch_message(switch: int | None) -> str:
+    """What `change_preferences` says about a switch that does not wait."""
+    return f"no switch {switch} waits: it took effect, was refused or cancelled, or never was"
+
+
+def behind_message(found: int, known: int) -> str:
+    """What `change_preferences` says when the board has lost records."""
+    return f"the board has {found} records of preference changes, {known} were made: restore them, then repeat"

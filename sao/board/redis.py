@@ -6,23 +6,47 @@ Board writes are few and small, so they are allowed at the memory bound, where t
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
-from collections.abc import Sequence
 from typing import Any
 
 from redis import asyncio as aioredis
 
-from sao.board.base import EngineFacts, PreferenceConflictError, TrainerFacts, VersionRecord
+from sao.board.base import (
+    BoardBehindError,
+    EngineFacts,
+    PreferenceConflictError,
+    PreferenceLimitError,
+    PreferencesHeldError,
+    ScheduleFullError,
+    TrainerFacts,
+    UnknownSwitchError,
+    VersionRecord,
+)
 from sao.board.messages import (
+    behind_message,
     conflicting_preference_message,
     conflicting_version_message,
     fenced_message,
     fenced_weights_message,
+    full_schedule_message,
+    unknown_switch_message,
 )
 from sao.config.schema import RunConfig
 from sao.preference import Preference, PreferenceDocument
+from sao.preference_changes import (
+    MAX_SCHEDULED,
+    ChangeRequest,
+    Hold,
+    Kept,
+    PreferenceChange,
+    ScheduledPreference,
+    stored_by,
+)
 from sao.redis_client import Arg, RunKeys, Scripts, connect_redis, redis_errors
 from sao.streams.base import FencedError, StreamUnavailableError
+
+_CHANGES_AT_ONCE = 64
 
 
 class RedisBoard:
@@ -112,17 +136,33 @@ class RedisBoard:
         texts = await self._hash(self._keys.engines)
         return {engine_id: EngineFacts.model_validate_json(text) for engine_id, text in sorted(texts.items())}
 
-    async def put_preference(self, document: PreferenceDocument, *, if_version: int | None = None) -> Preference:
-        expected = "" if if_version is None else str(if_version)
-        with redis_errors(f"put preference {document.name!r}"):
-            version, current = await self._scripts.run(
-                "put_preference",
-                [self._keys.board, self._keys.preferences],
-                [secrets.token_hex(8), expected, document.model_dump_json()],
+    async def change_preferences(
+        self, asked: ChangeRequest, *, above: int = 0, min_seconds: float = 0.0
+    ) -> PreferenceChange | None:
+        what: dict[str, object] = {
+            "what": asked.what,
+            "above": above,
+            "min_seconds": min_seconds,
+            "most": MAX_SCHEDULED,
+            "if_version": asked.if_version,
+            "switch": asked.switch,
+            "body": asked.body(),
+        }
+        given = json.dumps({key: value for key, value in what.items() if value is not None})
+        with redis_errors(f"{asked.what} a preference"):
+            verdict, text = await self._scripts.run(
+                "change_preferences", self._preference_keys, [secrets.token_hex(8), given]
             )
-        if version == 0:
-            raise PreferenceConflictError(conflicting_preference_message(int(expected), current))
-        return Preference(version=version, document=document)
+        return _judged(asked, above, verdict.decode(), text)
+
+    @property
+    def _preference_keys(self) -> list[str]:
+        keys = self._keys
+        return [keys.board, keys.preferences, keys.preference_changes, keys.preference_schedule]
+
+    async def put_preference(self, document: PreferenceDocument, *, if_version: int | None = None) -> Preference:
+        asked = ChangeRequest(what="put", document=document, if_version=if_version)
+        return stored_by(await self.change_preferences(asked))
 
     async def preference(self, version: int | None = None) -> Preference | None:
         with redis_errors("read the preference"):
@@ -133,17 +173,50 @@ class RedisBoard:
                 return None
             # Versions are never changed once stored, so reading in two steps is still one consistent answer.
             text: Any = await self._client.hget(self._keys.preferences, number)
-        if text is None:
-            return None
-        return Preference(version=int(number), document=PreferenceDocument.model_validate_json(text))
+        return None if text is None else _stored(int(number), text)
 
-    async def restore_preferences(self, preferences: Sequence[Preference]) -> bool:
-        args: list[Arg] = []
-        for preference in preferences:
-            args += [preference.version, preference.document.model_dump_json()]
-        with redis_errors(f"restore {len(preferences)} preferences"):
-            keys = [self._keys.board, self._keys.preferences]
-            restored: int = await self._scripts.run("restore_preferences", keys, args)
+    async def preferences(self, *, before: int | None = None, limit: int) -> list[Preference]:
+        with redis_errors("read the preferences"):
+            current: Any = await self._client.hget(self._keys.board, "preference")
+            newest = min(int(current or 0), before - 1 if before is not None else int(current or 0))
+            numbers = list(range(newest, max(newest - limit, 0), -1))
+            texts: Any = await self._client.hmget(self._keys.preferences, map(str, numbers)) if numbers else []
+        return [_stored(number, text) for number, text in zip(numbers, texts, strict=True) if text is not None]
+
+    async def scheduled_preferences(self) -> list[ScheduledPreference]:
+        texts = await self._hash(self._keys.preference_schedule)
+        lines = [text.split(b"\n", 1)[0] for _, text in sorted(texts.items(), key=lambda item: int(item[0]))]
+        return [ScheduledPreference.of(PreferenceChange.model_validate_json(line)) for line in lines]
+
+    async def preference_hold(self) -> Hold:
+        with redis_errors("read whether preferences are held"):
+            line: Any = await self._client.hget(self._keys.board, "preference-hold")
+        return Hold.of(None if line is None else PreferenceChange.model_validate_json(line))
+
+    async def preference_changes(self, after: int) -> list[PreferenceChange]:
+        found: list[PreferenceChange] = []
+        while True:
+            first = after + len(found) + 1
+            numbers = map(str, range(first, first + _CHANGES_AT_ONCE))
+            with redis_errors("read the records of preference changes"):
+                lines: Any = await self._client.hmget(self._keys.preference_changes, list(numbers))
+            for line in lines:
+                if line is None:
+                    return found
+                found.append(PreferenceChange.model_validate_json(line))
+
+    async def restore_preferences(self, kept: Kept) -> bool:
+        hold = kept.hold.line() if kept.hold is not None else ""
+        args: list[Arg] = [kept.seq, kept.version, str(kept.stored_s), hold, len(kept.versions), len(kept.changes)]
+        for version, preference in kept.versions.items():
+            args += [version, preference.model_dump_json(exclude_none=True)]
+        lines = {change.seq: change.line() for change in kept.changes}
+        for seq, line in lines.items():
+            args += [seq, line]
+        for seq, change in kept.scheduled.items():
+            args += [seq, f"{lines[seq]}\n{change.body()}"]
+        with redis_errors(f"restore {len(kept.versions)} preferences"):
+            restored: int = await self._scripts.run("restore_preferences", self._preference_keys, args)
         return restored == 1
 
     async def _hash(self, key: str) -> dict[str, bytes]:
@@ -154,3 +227,36 @@ class RedisBoard:
     async def close(self) -> None:
         with contextlib.suppress(StreamUnavailableError), redis_errors("close"):
             await self._client.aclose()
+
+
+def _judged(asked: ChangeRequest, above: int, verdict: str, text: bytes) -> PreferenceChange | None:
+    """What change_preferences.lua answered."""
+    match verdict:
+        case "done":
+            return PreferenceChange.model_validate_json(text)
+        case "nothing":
+            return None
+        case "behind":
+            raise BoardBehindError(behind_message(int(text), above))
+        case "conflict":
+            raise PreferenceConflictError(conflicting_preference_message(asked.if_version or 0, int(text)))
+        case "held":
+            raise PreferencesHeldError(Hold.of(PreferenceChange.model_validate_json(text)))
+        case "limited":
+            raise PreferenceLimitError(float(text))
+        case "full":
+            raise ScheduleFullError(full_schedule_message())
+        case "unknown":
+            raise UnknownSwitchError(unknown_switch_message(asked.switch))
+    msg = f"change_preferences.lua answered {verdict!r}"
+    raise AssertionError(msg)
+
+
+def _stored(version: int, text: bytes) -> Preference:
+    """A version as any release stored it: the record that made it, itself, or the document alone."""
+    found = json.loads(text)
+    if "seq" in found:
+        return stored_by(PreferenceChange.model_validate_json(text))
+    if "document" in found:
+        return Preference.model_validate_json(text)
+    return Preference(version=version, document=PreferenceDocument.model_validate_json(text))

@@ -10,6 +10,7 @@ import typer
 
 from sao.cli.check import check
 from sao.cli.dead import dead
+from sao.cli.prefer import prefer
 from sao.cli.replay import replay
 from sao.cli.score import score
 from sao.cli.weights import weights
@@ -29,6 +30,7 @@ app = typer.Typer(
     switch what is rewarded with the `curl` it shows, in another terminal, and watch the reward fall and recover.""",
 )
 app.command("check")(check)
+app.command("prefer")(prefer)
 app.command("replay")(replay)
 app.command("score")(score)
 app.add_typer(dead, name="dead")

@@ -296,6 +296,28 @@ class AlarmsSection(Section):
     """... and another one, or the length, collapses when its mean fell by so many."""
 
 
+class PreferenceBounds(Section):
+    """What a preference may ask for; a PUT beyond it is refused with 422."""
+
+    weight: Positive = 1000.0
+    """Largest absolute weight."""
+    offset: Positive = 1000.0
+    """Largest absolute offset."""
+    reward: Positive = 1000.0
+    """Largest absolute `low` and `high`: no reward lies outside, and so no advantage far beyond."""
+
+    def broken_by(self, document: PreferenceDocument) -> tuple[str, str] | None:
+        """The key of the first bound that a document breaks and what breaks it; None: it keeps to all."""
+        values = {f"weights.{name}": ("weight", weight) for name, weight in document.weights.items()}
+        values |= {"offset": ("offset", document.offset)}
+        values |= {"low": ("reward", document.low), "high": ("reward", document.high)}
+        for what, (key, value) in values.items():
+            most = getattr(self, key)
+            if abs(value) > most:
+                return f"reward.bounds.{key}", f"{what} is {value:g}, reward.bounds.{key} allows {-most:g} to {most:g}"
+        return None
+
+
 class RewardSection(Section):
     bind: str = "127.0.0.1"
     """Address to listen on."""
@@ -333,6 +355,11 @@ class RewardSection(Section):
     def scorer_components(self) -> frozenset[str]:
         """What the run computes beside the task's components."""
         return frozenset(component for scorer in self.scorers.values() for component in scorer.components)
+
+    preference_min_seconds: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = 0.0
+    """Versions of the preference are at least this far apart, on all replicas together; 0: no limit."""
+    bounds: PreferenceBounds = PreferenceBounds()
+    """What a preference may ask for: largest absolute `weight`, `offset` and `reward` (its `low` and `high`)."""
 
 
 class CriticSection(Section):

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -16,6 +17,7 @@ import sao.board
 import sao.streams
 from sao.board.base import Board
 from sao.config import ConfigError, RunConfig
+from sao.config.schema import PreferenceBounds
 from sao.problems import Bearer, install
 from sao.rest import Server
 from sao.tasks import TaskLoadError, load_task
@@ -27,9 +29,10 @@ from sao.telemetry.routes import TELEMETRY_PATHS, answer
 from services.reward.alarm_watch import AlarmWatch
 from services.reward.alarms import Alarms
 from services.reward.catalogue import Catalogue, Computes
+from services.reward.changes import PATH
 from services.reward.consumer import Consumer
 from services.reward.preference_folder import Keeper, PreferenceFolder
-from services.reward.preferences import PATH, PreferenceRoutes, ensure_preference
+from services.reward.preferences import PreferenceRoutes, ensure_preference
 from services.reward.retry import patiently
 from services.reward.scorer import TrajectoryScorer
 from services.reward.scorers import connect as connect_scorers
@@ -48,17 +51,21 @@ def create_app(
     token: SecretStr | None,
     keeper: Keeper,
     *,
+    archive: Path,
+    bounds: PreferenceBounds | None = None,
     catalogue: Catalogue | None = None,
     scoring: ScoringRoutes | None = None,
 ) -> FastAPI:
     """The HTTP side: preferences and scoring under /v1, an index at /, telemetry beside it.
 
-    Without a catalogue the run computes what its task does.
+    `archive`: where the trainer keeps what it trained on; `bounds`: none means the defaults. Without a catalogue the
+    run computes what its task does.
     """
+    computes: Computes = catalogue or task
+    preferences = PreferenceRoutes(board, computes, keeper, bounds or PreferenceBounds(), archive)
     app = FastAPI(title="SAO reward", docs_url=None, redoc_url=None)
     install(app, RequestValidationError)
-    computes: Computes = catalogue or task
-    app.include_router(PreferenceRoutes(board, computes, keeper).router(), dependencies=[Depends(Bearer(token))])
+    app.include_router(preferences.router(), dependencies=[Depends(Bearer(token))])
     if scoring is not None:
         app.include_router(scoring.router(), dependencies=[Depends(Bearer(token))])
 
@@ -74,6 +81,13 @@ def create_app(
                 f"GET {PATH}": "the current preference; its ETag is the version",
                 f"GET {PATH}/{{version}}": "an earlier preference",
                 f"PUT {PATH}": "change what is rewarded from the next scoring on; If-Match guards against others",
+                f"POST {PATH}:dry-run": "what a document would change for the newest trained trajectories",
+                f"GET {PATH}/history": "every version, newest first: when, by whom, why",
+                f"POST {PATH}/{{version}}:rollback": "make an older version's document the next version",
+                f"GET, POST {PATH}/schedule": "switches that wait for a time or an update",
+                f"DELETE {PATH}/schedule/{{id}}": "forget one of them",
+                f"POST {PATH}:hold, {PATH}:resume": "refuse every change; go on",
+                f"GET {PATH}/hold": "whether changes are held",
                 f"GET {COMPONENTS_PATH}": "what a preference may read, and who computes it",
                 f"POST {SCORE_PATH}": "what one text or trajectory would get; changes nothing",
                 "GET /openapi.json": "the schema of the above",
@@ -110,16 +124,26 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     slowest_s = max([settings.component_timeout_s, *(scorer.deadline_s for scorer in scorers)])
     health = Health(stalled_after_s=max(60.0, 3 * slowest_s))
     try:
-        keeper = Keeper(board, PreferenceFolder(config.run.dir))
+        keeper = Keeper(board, PreferenceFolder(config.run.dir), min_seconds=settings.preference_min_seconds)
         await patiently(keeper.once)
-        await ensure_preference(board, config.preference, catalogue)
+        await ensure_preference(board, config.preference, catalogue, settings.bounds)
         alarms = AlarmWatch(Alarms(settings.alarms)) if settings.alarms.enabled else None
         current = partial(patiently, board.preference)
         scorer = TrajectoryScorer(task, tokenizer, current, settings, scorers=scorers, alarms=alarms)
         scoring = ScoringRoutes(
             scorer, catalogue, task, tokenizer, board=board, streams=streams, run_dir=config.run.dir
         )
-        app = create_app(task, board, health, config.auth.token, keeper, catalogue=catalogue, scoring=scoring)
+        app = create_app(
+            task,
+            board,
+            health,
+            config.auth.token,
+            keeper,
+            archive=config.run.dir / "archive",
+            bounds=settings.bounds,
+            catalogue=catalogue,
+            scoring=scoring,
+        )
         server = Server(app, grace_s=2)
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.create_server((settings.bind, settings.port), family=family) as listener:

@@ -43,4 +43,18 @@ PREFERENCES_RESTORED = Counter(
 PREFERENCE_FOLDER_ERRORS = Counter(
     "sao_reward_preference_folder_errors_total", "Times a preference could not be kept in the run's folder."
 )
-PREFERENCE_CHANGES = Counter("sao_reward_preference_changes_total", "Preferences stored by PUT /v1/preferences.")
+PREFERENCE_CHANGES = Counter(
+    "sao_reward_preference_changes_total", "Changes of the preference made by this process, by kind.", ["what"]
+)
+PREFERENCE_REFUSALS = Counter(
+    "sao_reward_preference_refusals_total",
+    "Changes of the preference refused by this process, by HTTP status.",
+    ["status"],
+)
+KEEP_SECONDS = Histogram(
+    "sao_reward_preference_keep_seconds",
+    "Time until an accepted change of the preference was durable in the run's folder.",
+    buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
+)
+HELD = Gauge("sao_reward_preference_held", "Whether changes of the preference are held.")
+SCHEDULED = Gauge("sao_reward_scheduled_preferences", "Switches of the preference that wait for their time or update.")

@@ -1,23 +1,30 @@
-"""Every preference version in the run's folder as well, so that a store that loses its file does not lose them.
+"""Every change of the preferences in the run's folder: for people to read, and so that a store may lose its file.
 
-    <run.dir>/preferences/00000007.json      version 7; never changed once written
+    <run.dir>/preferences/audit.jsonl        one record (sao/preference_changes.py) a line; only ever appended to
 
-Any number of reward services write it: each copies what the board has and the folder lacks, and gives back what the
-folder has and the board has lost.
+Any number of reward services write it: whoever has the file's lock appends what the board has recorded and the file
+lacks, and makes it durable for all. What the board has lost comes back from it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import re
-import uuid
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from sao.atomic import fsync_directory, make_directory, write_file
-from sao.board.base import Board
+from sao.atomic import fsync_directory, make_directory
+from sao.board.base import Board, BoardBehindError
 from sao.preference import Preference
+from sao.preference_changes import MAX_SCHEDULED, ChangeRequest, Kept, PreferenceChange
 from sao.streams.base import StreamError
 from sao.telemetry.logs import get_logger
 from services.reward import metrics
@@ -25,75 +32,171 @@ from services.reward import metrics
 log = get_logger(__name__)
 
 FOLDER = "preferences"
-KEEP_EVERY_S = 1.0
-_NAME = re.compile(r"(\d{8,})\.json")
+FILE = "audit.jsonl"
+KEEP_EVERY_S = 0.5
+RECENT = 4096
+"""Records remembered, to tell whether one that was accepted is the one that was kept."""
+LOCK_WITHIN_S = 5.0
+"""Longest wait for another process that writes; then the folder counts as refusing."""
+_LOCK_POLL_S = 0.001
+_OLDER = re.compile(r"(\d{8,})\.json")
 
 
 class PreferenceFolder:
-    """The folder of one run; made at the first write."""
+    """The folder of one run, seen by one process; made at the first write. One thread may `keep` while others look."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FOLDER
+        self._end = 0
+        self._newest = 0
+        self._durable = 0
+        self._recent: dict[int, PreferenceChange] = {}
+        self._seen = threading.Lock()  # around what was read of the file, never around waiting for a disk
 
     def newest(self) -> int:
         """The newest version kept; 0: none."""
-        return max(self._versions(), default=0)
+        return self.read_all().version
 
-    def read_all(self) -> list[Preference]:
-        """Every version kept, ascending; one that is damaged is left out, and logged."""
+    def read_all(self) -> Kept:
+        """Everything kept; a line that is damaged is left out, and logged."""
+        data = self._file.read_bytes() if self._file.exists() else b""
+        return Kept.of(_records(data[: data.rfind(b"\n") + 1], str(self._file)), older=self._older())
+
+    @property
+    def seen(self) -> int:
+        """Number of the newest record that was in the file at the last look."""
+        return self._newest
+
+    def known(self) -> int:
+        """Number of the newest record in the file, durable or not; 0: none."""
+        if self._file.exists():
+            with self._file.open("rb") as file:
+                self._look(file.fileno())
+        else:
+            with self._seen:
+                self._forget()
+        return self._newest
+
+    def durable(self, change: PreferenceChange) -> bool | None:
+        """Whether this very record is in the file for good; None when its number has not come yet."""
+        if change.seq > self._durable:
+            return None
+        return self._recent.get(change.seq) == change
+
+    def keep(self, changes: Sequence[PreferenceChange]) -> None:
+        """Append those that the file lacks, all of it durable on return; nothing that follows a gap."""
+        make_directory(self._path)
+        with self._locked() as descriptor:
+            whole = self._look(descriptor)
+            lacking = [change for change in changes if change.seq > self._newest]
+            if lacking and lacking[0].seq == self._newest + 1:
+                os.ftruncate(descriptor, whole)  # a line that a crash or a full disk cut short
+                _write(descriptor, b"".join(change.line().encode() + b"\n" for change in lacking))
+                self._look(descriptor)
+            os.fsync(descriptor)  # also what somebody wrote who was killed before this
+            self._durable = self._newest
+
+    @property
+    def _file(self) -> Path:
+        return self._path / FILE
+
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        created = not self._file.exists()
+        descriptor = os.open(self._file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            if created:
+                fsync_directory(self._path)
+            _lock(descriptor)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _look(self, descriptor: int) -> int:
+        """Take in what is new in the file; where its last whole line ends."""
+        with self._seen:
+            size = os.fstat(descriptor).st_size
+            if size < self._end:  # somebody removed or cut it: what the board has is written again
+                self._forget()
+            data = os.pread(descriptor, size - self._end, self._end)
+            whole = data[: data.rfind(b"\n") + 1]
+            for change in _records(whole, str(self._file)):
+                self._newest = max(self._newest, change.seq)
+                self._recent[change.seq] = change
+            while len(self._recent) > RECENT:
+                del self._recent[next(iter(self._recent))]
+            self._end += len(whole)
+            return self._end
+
+    def _forget(self) -> None:
+        self._end = self._newest = self._durable = 0
+        self._recent.clear()
+
+    def _older(self) -> list[Preference]:
+        """Versions that an earlier release kept, a file each."""
+        paths = sorted(self._path.iterdir()) if self._path.exists() else []
         found = []
-        for version in self._versions():
-            try:
-                found.append(Preference.model_validate_json(self._file(version).read_bytes()))
-            except ValidationError as error:
-                log.error("a kept preference is damaged", file=str(self._file(version)), error=str(error))  # noqa: TRY400
+        for path in paths:
+            if _OLDER.fullmatch(path.name):
+                try:
+                    found.append(Preference.model_validate_json(path.read_bytes()))
+                except ValidationError as error:
+                    log.error("a kept preference is damaged", file=str(path), error=str(error))  # noqa: TRY400
         return found
 
-    def keep(self, preference: Preference) -> None:
-        """Make this version durable; one that is kept stays as it is."""
-        path = self._file(preference.version)
-        if not path.exists():
-            make_directory(self._path)
-            mine = path.with_name(f".{path.name}.{uuid.uuid4().hex}")  # others may write the same version now
-            write_file(mine, preference.model_dump_json().encode())
-            mine.replace(path)
-            fsync_directory(self._path)
 
-    def _file(self, version: int) -> Path:
-        return self._path / f"{version:08d}.json"
-
-    def _versions(self) -> list[int]:
-        names = (path.name for path in self._path.iterdir()) if self._path.exists() else ()
-        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
+def _records(data: bytes, file: str) -> Iterator[PreferenceChange]:
+    for line in data.splitlines():
+        try:
+            yield PreferenceChange.model_validate_json(line)
+        except ValidationError as error:
+            log.error("a record of a preference change is damaged", file=file, error=str(error))  # noqa: TRY400
 
 
-async def reconcile(board: Board, folder: PreferenceFolder) -> None:
-    """Bring the board up to the folder, or the folder up to the board; OSError when the folder refuses."""
-    current = await board.preference()
-    on_board, kept = current.version if current is not None else 0, folder.newest()
-    everything = folder.read_all() if on_board < kept else []
-    if everything and await board.restore_preferences(everything):
-        metrics.PREFERENCES_RESTORED.inc()
-        log.error("the board had lost its preferences, they are restored", found=on_board, restored=kept)
-    for version in range(kept + 1, on_board + 1):
-        preference = await board.preference(version)
-        if preference is not None:
-            await asyncio.to_thread(folder.keep, preference)
+def _lock(descriptor: int) -> None:
+    deadline = time.monotonic() + LOCK_WITHIN_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                msg = f"another process has held the lock of {FILE} for {LOCK_WITHIN_S:g} s"
+                raise OSError(msg) from None
+            time.sleep(_LOCK_POLL_S)
+        else:
+            return
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    written = os.write(descriptor, data)
+    if written != len(data):
+        msg = f"the disk took {written} of {len(data)} bytes"
+        raise OSError(msg)
+
+
+class LostChangeError(Exception):
+    """The board accepted a change and then lost it: it was emptied, or came back with an older file."""
 
 
 class Keeper:
-    """Reconciles again and again, and says once when the folder refuses and once when it takes again."""
+    """Brings board and folder together, makes accepted changes durable, and lets scheduled ones take effect.
 
-    def __init__(self, board: Board, folder: PreferenceFolder) -> None:
+    It says once when the folder refuses and once when it takes again.
+    """
+
+    def __init__(self, board: Board, folder: PreferenceFolder, *, min_seconds: float = 0.0) -> None:
         self._board = board
         self._folder = folder
+        self._min_seconds = min_seconds
         self._refused = False
+        self._one = asyncio.Lock()
 
     async def run(self) -> None:
         """Until cancelled; a store that does not answer is asked again the next time."""
         while True:
             try:
                 await self.once()
+                await self.apply()
             except StreamError as error:
                 metrics.STORE_RETRIES.inc()
                 log.warning("preferences could not be compared with the board's", error=str(error))
@@ -101,17 +204,84 @@ class Keeper:
 
     async def once(self) -> None:
         """Reconcile; a folder that refuses is counted and asked again the next time. StreamError: the board refused."""
+        await self._known()
+        async with self._one:
+            await self._guarded(self._reconcile)
+
+    async def change(self, asked: ChangeRequest) -> PreferenceChange | None:
+        """Have the board make a change, durable on return: on disk, or in the store alone while the folder refuses.
+
+        What Board.change_preferences raises, and LostChangeError.
+        """
+        above = await self._known()
         try:
-            await reconcile(self._board, self._folder)
+            change = await self._board.change_preferences(asked, above=above, min_seconds=self._min_seconds)
+        except BoardBehindError:
+            await self.once()
+            above = await self._known()
+            change = await self._board.change_preferences(asked, above=above, min_seconds=self._min_seconds)
+        if change is not None:
+            await self._keep(change)
+        return change
+
+    async def apply(self) -> None:
+        """Let every scheduled switch that is due take effect, or be refused; replicas may do so at once."""
+        for _ in range(MAX_SCHEDULED):
+            try:
+                change = await self.change(ChangeRequest(what="apply"))
+            except (BoardBehindError, LostChangeError) as error:
+                log.warning("scheduled preferences wait for the board's records", error=str(error))
+                return
+            if change is None:
+                break
+            log.info("scheduled preference", **change.model_dump(mode="json", exclude_none=True, exclude={"document"}))
+        metrics.SCHEDULED.set(len(await self._board.scheduled_preferences()))
+        metrics.HELD.set((await self._board.preference_hold()).held)
+
+    async def _known(self) -> int:
+        """The newest record that the folder shows, or showed last when it cannot be read."""
+        await self._guarded(partial(asyncio.to_thread, self._folder.known))
+        return self._folder.seen
+
+    async def _keep(self, change: PreferenceChange) -> None:
+        # Who waits here finds the record kept already, mostly: one fsync is for all that the board has by then.
+        async with self._one:
+            if self._folder.durable(change) is None:
+                with metrics.KEEP_SECONDS.time():
+                    await self._guarded(self._reconcile)
+            kept = self._folder.durable(change)
+            if kept is None:
+                kept = change in await self._board.preference_changes(change.seq - 1)
+        if not kept:
+            msg = f"the store lost change {change.seq} while it was made; read the preference, then repeat"
+            raise LostChangeError(msg)
+
+    async def _reconcile(self) -> None:
+        known = self._folder.seen
+        changes = await self._board.preference_changes(max(known - 1, 0))
+        if known == 0 or not changes:
+            await self._restore()
+        if changes and not self._folder.durable(changes[-1]):
+            await asyncio.to_thread(self._folder.keep, changes)
+
+    async def _restore(self) -> None:
+        kept = await asyncio.to_thread(self._folder.read_all)
+        if kept.version and await self._board.restore_preferences(kept):
+            metrics.PREFERENCES_RESTORED.inc()
+            log.error("the board had lost its preferences, they are restored", version=kept.version, record=kept.seq)
+
+    async def _guarded(self, call: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await call()
         except OSError as error:
             metrics.PREFERENCE_FOLDER_ERRORS.inc()
             if not self._refused:
                 log.error(  # noqa: TRY400 - the disk's words say it
-                    "preferences are not kept in the run's folder: a loss of the store would lose them",
+                    "changes of the preference are not kept in the run's folder: a loss of the store would lose them",
                     reason=str(error),
                 )
             self._refused = True
         else:
             if self._refused:
-                log.info("preferences are kept in the run's folder again")
+                log.info("changes of the preference are kept in the run's folder again")
             self._refused = False

@@ -1,42 +1,61 @@
-"""GET and PUT /v1/preferences: what is rewarded now, changed while everything runs.
+"""GET and PUT /v1/preferences: what is rewarded now, changed while everything runs, tried first, and taken back.
 
-An ETag is the preference version in quotes. When PUT has answered 200 the new version is current on the board:
-every scoring that starts afterwards carries it.
+An ETag is the preference version in quotes. When PUT has answered 200 the new version is current on the board and
+durable: every scoring that starts afterwards carries it or a later one.
 """
 
 from __future__ import annotations
 
-import re
+import asyncio
 from http import HTTPStatus
+from pathlib import Path
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
-from pydantic import ValidationError
+from fastapi import APIRouter, Query, Request, Response
+from fastapi import Path as PathParameter
+from pydantic import BaseModel, ConfigDict
 
 from sao.board.base import Board, PreferenceConflictError
 from sao.config import ConfigError
+from sao.config.schema import PreferenceBounds
 from sao.preference import Preference, PreferenceDocument
-from sao.problems import ProblemError, bounded_body, malformed
-from sao.telemetry.logs import get_logger
+from sao.preference_changes import ChangeRequest, stored_by
+from sao.problems import ProblemError, answers, body_of, problems
 from services.reward import metrics
+from services.reward.archived import newest_archived
 from services.reward.catalogue import Computes
+from services.reward.changes import (
+    PATH,
+    REFUSALS,
+    AuthorQuery,
+    Changes,
+    ReasonQuery,
+    client_of,
+    if_match,
+    unknown_components,
+)
+from services.reward.dry_run import DryRun, dry_run
 from services.reward.preference_folder import Keeper
 from services.reward.retry import patiently
+from services.reward.steering import SteeringRoutes
 
-MAX_BODY_BYTES = 64 * 1024
-PATH = "/v1/preferences"
+MAX_HISTORY = 200
+MAX_DRY_RUN = 1000
+"""Trajectories that one dry run compares at most."""
+_LARGEST = 2**53
 
-log = get_logger(__name__)
+Version = Annotated[int, PathParameter(ge=-_LARGEST, le=_LARGEST)]
+Before = Annotated[int | None, Query(ge=1, le=_LARGEST, description="Only versions below this.")]
+Limit = Annotated[int, Query(ge=1, le=MAX_HISTORY)]
+Last = Annotated[int, Query(ge=1, le=MAX_DRY_RUN, description="Trajectories, the newest that were trained on.")]
 
 
-def unknown_components(document: PreferenceDocument, run: Computes) -> list[str]:
-    """Components the document reads and the run does not compute."""
-    return sorted(document.components - run.components)
-
-
-async def ensure_preference(board: Board, configured: PreferenceDocument | None, run: Computes) -> Preference:
+async def ensure_preference(
+    board: Board, configured: PreferenceDocument | None, run: Computes, bounds: PreferenceBounds | None = None
+) -> Preference:
     """The current preference; when the run has none yet, `configured` or the task's default becomes version 1.
 
-    Raises ConfigError when it reads components that the run does not compute.
+    Raises ConfigError when it reads components that the run does not compute, or a first one breaks the bounds.
     """
     current = await patiently(board.preference)
     document = current.document if current else configured or run.default_preference
@@ -45,89 +64,132 @@ async def ensure_preference(board: Board, configured: PreferenceDocument | None,
         msg = f"{origin} reads {unknown}, task {run.name} computes {sorted(run.components)}"
         raise ConfigError(key="preference", message=msg)
     if current is None:
+        if bounds is not None and (broken := bounds.broken_by(document)) is not None:
+            raise ConfigError(key="preference", message=broken[1])
+        asked = ChangeRequest(what="initial", document=document, if_version=0)
         try:
-            current = await patiently(lambda: board.put_preference(document, if_version=0))
+            current = stored_by(await patiently(lambda: board.change_preferences(asked)))
         except PreferenceConflictError:
-            return await ensure_preference(board, configured, run)
+            return await ensure_preference(board, configured, run, bounds)
     metrics.PREFERENCE_VERSION.set(current.version)
     return current
 
 
-class PreferenceRoutes:
-    """The three routes over one board."""
+class History(BaseModel):
+    """Versions, newest first."""
 
-    def __init__(self, board: Board, task: Computes, keeper: Keeper) -> None:
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    preferences: list[Preference]
+
+
+class PreferenceRoutes:
+    """The routes over one board; `archive` is where the trainer keeps what it trained on."""
+
+    def __init__(self, board: Board, run: Computes, keeper: Keeper, bounds: PreferenceBounds, archive: Path) -> None:
         self._board = board
-        self._task = task
-        self._keeper = keeper
+        self._changes = Changes(board, run, keeper, bounds)
+        self._archive = archive
 
     def router(self) -> APIRouter:
         router = APIRouter()
-        schema = PreferenceDocument.model_json_schema()
-        body = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-        router.add_api_route(PATH, self.current, methods=["GET"])
-        router.add_api_route(f"{PATH}/{{version}}", self.by_version, methods=["GET"])
-        router.add_api_route(PATH, self.put, methods=["PUT"], openapi_extra=body)
+        missing, invalid = HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY
+        too_large = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+        given, one, body = answers(Preference), f"{PATH}/{{version}}", body_of(PreferenceDocument)
+        unchanged = {304: {"description": "If-None-Match names the current version"}}
+        router.add_api_route(PATH, self.current, methods=["GET"], responses=given | unchanged | problems(missing))
+        router.add_api_route(
+            PATH, self.put, methods=["PUT"], openapi_extra=body, responses=given | problems(too_large, *REFUSALS)
+        )
+        router.add_api_route(f"{PATH}/history", self.history, methods=["GET"], responses=problems(invalid))
+        router.add_api_route(
+            f"{PATH}:dry-run",
+            self.dry_run,
+            methods=["POST"],
+            openapi_extra=body,
+            responses=problems(missing, too_large, invalid),
+        )
+        router.include_router(SteeringRoutes(self._changes).router())
+        router.add_api_route(one, self.by_version, methods=["GET"], responses=given | problems(missing, invalid))
+        router.add_api_route(
+            f"{one}:rollback", self.rollback, methods=["POST"], responses=given | problems(missing, *REFUSALS)
+        )
         return router
 
     async def current(self, request: Request) -> Response:
         """The current preference."""
-        preference = await self._board.preference()
-        if preference is None:
-            raise ProblemError(HTTPStatus.NOT_FOUND, "no preference is stored yet; PUT one")
+        preference = await self._current()
         if request.headers.get("if-none-match") == _etag(preference):
             return Response(status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": _etag(preference)})
         return _answer(preference)
 
-    async def by_version(self, version: int) -> Response:
+    async def by_version(self, version: Version) -> Response:
         """The preference of one version; versions count from 1."""
+        return _answer(await self._of(version))
+
+    async def history(self, before: Before = None, limit: Limit = 50) -> History:
+        """Versions, newest first, who made them and why; go on with `before` = the last one's version."""
+        return History(preferences=await self._board.preferences(before=before, limit=limit))
+
+    async def put(self, request: Request, author: AuthorQuery = "", reason: ReasonQuery = "") -> Response:
+        """Store a document as the next version; with If-Match only when that version is still the current one."""
+        if_version = if_match(request)
+        document = await self._changes.document(request)
+        asked = ChangeRequest(
+            what="put",
+            author=author,
+            reason=reason,
+            client=client_of(request),
+            document=document,
+            if_version=if_version,
+        )
+        return await self._store(asked)
+
+    async def rollback(
+        self, request: Request, version: Version, author: AuthorQuery = "", reason: ReasonQuery = ""
+    ) -> Response:
+        """Store an older version's document as the next version."""
+        if_version = if_match(request)
+        older = await self._of(version)
+        self._changes.check(older.document)
+        asked = ChangeRequest(
+            what="rollback",
+            author=author,
+            reason=reason,
+            client=client_of(request),
+            document=older.document,
+            restores=version,
+            if_version=if_version,
+        )
+        return await self._store(asked)
+
+    async def dry_run(self, request: Request, last: Last = 200) -> DryRun:
+        """What a document would change for the newest trajectories that were trained on; nothing is stored."""
+        document = await self._changes.document(request)
+        current = await self._current()
+        return await asyncio.to_thread(self._dry_run, current, document, last)
+
+    def _dry_run(self, current: Preference, document: PreferenceDocument, last: int) -> DryRun:
+        archived, unreadable = newest_archived(self._archive, last)
+        found = dry_run(archived, current.document, document, version=current.version, asked=last)
+        return found.model_copy(update={"unreadable": unreadable})
+
+    async def _store(self, asked: ChangeRequest) -> Response:
+        stored = stored_by(await self._changes.make(asked))
+        metrics.PREFERENCE_VERSION.set(stored.version)
+        return _answer(stored)
+
+    async def _current(self) -> Preference:
+        preference = await self._board.preference()
+        if preference is None:
+            raise ProblemError(HTTPStatus.NOT_FOUND, "no preference is stored yet; PUT one")
+        return preference
+
+    async def _of(self, version: int) -> Preference:
         preference = await self._board.preference(version) if version >= 1 else None
         if preference is None:
             raise ProblemError(HTTPStatus.NOT_FOUND, f"there is no preference version {version}")
-        return _answer(preference)
-
-    async def put(self, request: Request) -> Response:
-        """Store a document as the next version; with If-Match only when that version is still the current one."""
-        if_version = _if_match(request.headers.get("if-match"))
-        document = await self._document(request)
-        await self._keeper.once()  # a board that was emptied would count from 1 again
-        try:
-            stored = await self._board.put_preference(document, if_version=if_version)
-        except PreferenceConflictError as error:
-            raise ProblemError(HTTPStatus.PRECONDITION_FAILED, str(error)) from error
-        await self._keeper.once()
-        if await self._board.preference(stored.version) != stored:
-            msg = f"the store lost version {stored.version} while it was stored; read the preference, then repeat"
-            raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, msg, headers={"Retry-After": "1"})
-        metrics.PREFERENCE_VERSION.set(stored.version)
-        metrics.PREFERENCE_CHANGES.inc()
-        client = request.client.host if request.client else ""
-        log.info("preference changed", version=stored.version, preference=document.model_dump(), client=client)
-        return _answer(stored)
-
-    async def _document(self, request: Request) -> PreferenceDocument:
-        body = await bounded_body(request, MAX_BODY_BYTES, "a preference document")
-        try:
-            document = PreferenceDocument.model_validate_json(body)
-        except ValidationError as error:
-            raise malformed(error) from error
-        if unknown := unknown_components(document, self._task):
-            known = sorted(self._task.components)
-            msg = f"task {self._task.name} does not compute {', '.join(unknown)}; it computes {', '.join(known)}"
-            extra: dict[str, object] = {"unknown_components": unknown, "components": known}
-            raise ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, msg, extra=extra)
-        return document
-
-
-def _if_match(header: str | None) -> int | None:
-    """The version an If-Match demands; `*` demands nothing, since there always is one."""
-    if header is None or header.strip() == "*":
-        return None
-    match = re.fullmatch(r'\s*"([0-9]{1,15})"\s*', header)
-    if match is None:
-        msg = f'If-Match is {header!r}; send the ETag of GET {PATH}, for example "3"'
-        raise ProblemError(HTTPStatus.BAD_REQUEST, msg)
-    return int(match[1])
+        return preference
 
 
 def _etag(preference: Preference) -> str:

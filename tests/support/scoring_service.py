@@ -40,7 +40,14 @@ class Service:
         )
         keeper = Keeper(self.board, PreferenceFolder(folder))
         self.app = create_app(
-            TASK, self.board, Health(60), SecretStr("s3cret"), keeper, catalogue=catalogue, scoring=routes
+            TASK,
+            self.board,
+            Health(60),
+            SecretStr("s3cret"),
+            keeper,
+            archive=folder / "archive",
+            catalogue=catalogue,
+            scoring=routes,
         )
 
     async def _judge(self, _: Any) -> dict[str, float]:

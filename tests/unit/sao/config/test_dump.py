@@ -70,6 +70,15 @@ def test_what_is_written_reads_back_the_same(tmp_path_factory: pytest.TempPathFa
     assert load_run_config(path, env={}) == config
 
 
+def test_a_table_within_a_table_reads_back_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[reward.bounds]\nweight = 2.5\n", encoding="utf-8")
+    config = load_run_config(path, ["reward.bounds.offset=3"], env={"SAO__REWARD__BOUNDS__REWARD": "4"})
+    assert (config.reward.bounds.weight, config.reward.bounds.offset, config.reward.bounds.reward) == (2.5, 3.0, 4.0)
+    path.write_text(dump_run_config(config), encoding="utf-8")
+    assert load_run_config(path, env={}) == config
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_round_trip(name: str, tmp_path: Path) -> None:
     config = load_run_config(env={}, preset=name)

@@ -1,17 +1,24 @@
-"""Preferences outlive the board: kept beside it, given back, counted on."""
+"""Changes of the preferences outlive the board: each has its line, is given back, counted on."""
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
+import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from sao.board.memory import MemoryBoard
 from sao.preference import Preference, PreferenceDocument
+from sao.preference_changes import ChangeRequest, Kept, PreferenceChange
 from sao.tasks.writing import Writing
-from services.reward.preference_folder import Keeper, PreferenceFolder, reconcile
+from services.reward import preference_folder
+from services.reward.preference_folder import Keeper, PreferenceFolder
 from tests.unit.services.reward.test_preferences import URL, client_of
 
 CUTE, CLASSICAL = (Writing().preferences[name] for name in ("cute", "classical"))
@@ -21,32 +28,114 @@ def renamed(number: int) -> PreferenceDocument:
     return CUTE.model_copy(update={"name": f"p{number}"})
 
 
+async def reconcile(board: MemoryBoard, folder: PreferenceFolder) -> None:
+    """What each reward service does at its start, and twice a second."""
+    await Keeper(board, folder).once()
+
+
+async def put(board: MemoryBoard, *numbers: int) -> list[Preference]:
+    return [await board.put_preference(renamed(number)) for number in numbers]
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    """The audit log as a person reads it."""
+    return [json.loads(line) for line in (run_dir / "preferences" / "audit.jsonl").read_text().splitlines()]
+
+
 async def test_what_the_board_has_is_kept_and_what_it_has_lost_comes_back(tmp_path: Path) -> None:
     board, folder = MemoryBoard(), PreferenceFolder(tmp_path)
     await reconcile(board, folder)
     assert folder.newest() == 0
-    stored = [await board.put_preference(renamed(number)) for number in range(3)]
+    stored = await put(board, 1, 2, 3)
     await reconcile(board, folder)
-    assert folder.read_all() == stored
+    assert list(folder.read_all().versions.values()) == stored
 
     emptied = MemoryBoard()
-    await reconcile(emptied, folder)
+    await reconcile(emptied, PreferenceFolder(tmp_path))
     assert [await emptied.preference(one.version) for one in stored] == stored
     assert await emptied.preference() == stored[-1]
 
 
-async def test_a_put_is_in_the_folder_before_it_is_answered(tmp_path: Path) -> None:
-    board = MemoryBoard()
-    async with client_of(board, tmp_path) as client:
+async def test_a_hold_and_what_is_scheduled_come_back_and_what_took_effect_does_not(tmp_path: Path) -> None:
+    board, folder = MemoryBoard(), PreferenceFolder(tmp_path)
+    keeper = Keeper(board, folder)
+    await put(board, 1)
+    for asked in (
+        ChangeRequest(what="schedule", document=renamed(2), at_s=1.0),
+        ChangeRequest(what="schedule", document=renamed(3), at_update=9),
+        ChangeRequest(what="apply"),
+        ChangeRequest(what="hold", author="Ann"),
+    ):
+        await keeper.change(asked)
+    emptied = MemoryBoard()
+    await reconcile(emptied, PreferenceFolder(tmp_path))
+    assert [one.id for one in await emptied.scheduled_preferences()] == [3]
+    assert (await emptied.preference_hold()).author == "Ann"
+    assert [one.document.name for one in await emptied.preferences(limit=9)] == ["p2", "p1"]
+
+
+async def test_a_put_has_its_line_before_it_is_answered(tmp_path: Path) -> None:
+    async with client_of(MemoryBoard(), tmp_path) as client:
         for number in (1, 2):
-            answer = await client.put(URL, content=renamed(number).model_dump_json())
-            assert PreferenceFolder(tmp_path).read_all()[-1] == Preference.model_validate_json(answer.content)
+            who = {"author": "Ann", "reason": f"try {number}"}
+            answer = await client.put(URL, content=renamed(number).model_dump_json(), params=who)
+            assert list(PreferenceFolder(tmp_path).read_all().versions.values())[-1] == Preference.model_validate_json(
+                answer.content
+            )
+            line = lines(tmp_path)[-1]
+            assert [line[key] for key in ("seq", "what", "version", "author", "reason", "client")] == [
+                *(number, "put", number, "Ann", f"try {number}", "127.0.0.1")
+            ]
+            assert list(line)[:3] == ["seq", "when_s", "what"]
+
+
+async def test_what_was_accepted_by_a_process_that_died_before_its_line_gets_it_from_another(tmp_path: Path) -> None:
+    board = MemoryBoard()
+    other = PreferenceFolder(tmp_path)
+    await put(board, 1)
+    await reconcile(board, other)
+    await put(board, 2)  # killed here
+    await board.change_preferences(ChangeRequest(what="hold", author="Ann"))  # and here
+    await reconcile(board, other)
+    assert [(line["seq"], line["what"]) for line in lines(tmp_path)] == [(1, "put"), (2, "put"), (3, "hold")]
+
+
+async def test_replicas_write_each_line_once(tmp_path: Path) -> None:
+    board = MemoryBoard()
+    keepers = [Keeper(board, PreferenceFolder(tmp_path)) for _ in range(3)]
+    asked = [ChangeRequest(what="put", document=renamed(number)) for number in range(30)]
+    await asyncio.gather(*(keepers[number % 3].change(one) for number, one in enumerate(asked)))
+    assert [line["seq"] for line in lines(tmp_path)] == list(range(1, 31))
+    assert [line["version"] for line in lines(tmp_path)] == list(range(1, 31))
+
+
+async def test_many_changes_at_once_are_made_durable_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = MemoryBoard()
+    keeper, syncs, real = Keeper(board, PreferenceFolder(tmp_path)), 0, os.fsync
+    reads, read = 0, board.preference_changes
+
+    async def preference_changes(after: int) -> list[PreferenceChange]:
+        nonlocal reads
+        reads += 1
+        return await read(after)
+
+    def fsync(descriptor: int) -> None:
+        nonlocal syncs
+        syncs += 1
+        real(descriptor)
+
+    await keeper.change(ChangeRequest(what="put", document=renamed(0)))
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(board, "preference_changes", preference_changes)
+    await asyncio.gather(*(keeper.change(ChangeRequest(what="put", document=renamed(n))) for n in range(1, 21)))
+    assert len(lines(tmp_path)) == 21
+    assert 1 <= syncs <= 5
+    assert 1 <= reads <= 5
 
 
 async def test_a_put_to_a_board_that_was_emptied_counts_on(tmp_path: Path) -> None:
     before = MemoryBoard()
-    for number in (1, 2, 3):
-        await before.put_preference(renamed(number))
+    await put(before, 1, 2, 3)
     await reconcile(before, PreferenceFolder(tmp_path))
     async with client_of(MemoryBoard(), tmp_path) as client:
         answer = await client.put(URL, content=CLASSICAL.model_dump_json(), headers={"If-Match": '"3"'})
@@ -56,21 +145,39 @@ async def test_a_put_to_a_board_that_was_emptied_counts_on(tmp_path: Path) -> No
 
 
 async def test_a_put_that_the_store_loses_at_once_is_not_answered_as_stored(tmp_path: Path) -> None:
-    class EmptiedBefore(MemoryBoard):
-        async def put_preference(self, document: PreferenceDocument, *, if_version: int | None = None) -> Preference:
-            self._preferences.clear()
-            return await super().put_preference(document, if_version=if_version)
+    class EmptiedAfter(MemoryBoard):
+        async def change_preferences(self, *args: Any, **keywords: Any) -> PreferenceChange | None:
+            change = await super().change_preferences(*args, **keywords)
+            self._kept = Kept()
+            return change
 
+    board = EmptiedAfter()
     before = MemoryBoard()
-    for number in (1, 2):
-        await before.put_preference(renamed(number))
+    stored = await put(before, 1, 2)
     await reconcile(before, PreferenceFolder(tmp_path))
-    board = EmptiedBefore()
+    await reconcile(board, PreferenceFolder(tmp_path))
     async with client_of(board, tmp_path) as client:
         answer = await client.put(URL, content=CLASSICAL.model_dump_json())
     assert answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
-    assert "lost version 1" in answer.json()["detail"]
-    assert await board.preference() == Preference(version=2, document=renamed(2))
+    assert "lost change 3" in answer.json()["detail"]
+    assert await board.preference() == stored[-1]
+
+
+async def test_a_number_that_another_change_has_taken_since_is_not_answered_as_stored(tmp_path: Path) -> None:
+    mine, other = MemoryBoard(), MemoryBoard()
+    keeper = Keeper(mine, PreferenceFolder(tmp_path))
+    real = mine.change_preferences
+
+    async def overtaken(*args: Any, **keywords: Any) -> PreferenceChange | None:
+        change = await real(*args, **keywords)
+        await put(other, 7)
+        await reconcile(other, PreferenceFolder(tmp_path))
+        return change
+
+    mine.change_preferences = overtaken  # type: ignore[method-assign]
+    with pytest.raises(preference_folder.LostChangeError, match="lost change 1"):
+        await keeper.change(ChangeRequest(what="put", document=renamed(1)))
+    assert [line["document"]["name"] for line in lines(tmp_path)] == ["p7"]
 
 
 async def test_a_folder_that_refuses_stops_nobody_and_is_asked_again(
@@ -82,43 +189,100 @@ async def test_a_folder_that_refuses_stops_nobody_and_is_asked_again(
     board, folder = MemoryBoard(), PreferenceFolder(tmp_path)
     keeper = Keeper(board, folder)
     with monkeypatch.context() as disk:
-        disk.setattr(os, "fsync", full)
+        disk.setattr(preference_folder, "_write", full)
         async with client_of(board, tmp_path) as client:
             assert (await client.put(URL, content=CUTE.model_dump_json())).status_code == httpx.codes.OK
         await keeper.once()
         assert folder.newest() == 0
     await keeper.once()
-    assert folder.read_all() == [await board.preference()]
+    assert list(folder.read_all().versions.values()) == [await board.preference()]
 
 
-async def test_two_services_that_keep_one_version_at_once_are_both_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored = await MemoryBoard().put_preference(renamed(1))
-    real = os.fsync
-
-    def fsync(descriptor: int) -> None:
-        monkeypatch.undo()
-        PreferenceFolder(tmp_path).keep(stored)
-        real(descriptor)
-
-    (tmp_path / "preferences").mkdir()
-    monkeypatch.setattr(os, "fsync", fsync)
-    PreferenceFolder(tmp_path).keep(stored)
-    assert PreferenceFolder(tmp_path).read_all() == [stored]
-    assert [path.name for path in (tmp_path / "preferences").iterdir()] == ["00000001.json"]
+async def test_a_line_that_was_cut_short_is_written_again(tmp_path: Path) -> None:
+    board, folder = MemoryBoard(), PreferenceFolder(tmp_path)
+    await put(board, 1, 2)
+    await reconcile(board, folder)
+    file = tmp_path / "preferences" / "audit.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-20])
+    await reconcile(board, PreferenceFolder(tmp_path))
+    assert file.read_bytes() == whole
+    await put(board, 3)
+    file.write_bytes(whole + b'{"seq":3,"wh')
+    await reconcile(board, folder)
+    assert [line["seq"] for line in lines(tmp_path)] == [1, 2, 3]
 
 
-async def test_a_damaged_file_is_left_out_and_the_others_come_back(tmp_path: Path) -> None:
-    before, folder = MemoryBoard(), PreferenceFolder(tmp_path)
-    stored = [await before.put_preference(renamed(number)) for number in range(3)]
-    await reconcile(before, folder)
-    (tmp_path / "preferences" / "00000002.json").write_text("torn")
+@pytest.mark.parametrize("left", [None, 0, 1])
+async def test_a_log_that_was_removed_or_cut_is_written_anew(tmp_path: Path, left: int | None) -> None:
+    board, folder = MemoryBoard(), PreferenceFolder(tmp_path)
+    await put(board, 1, 2)
+    await reconcile(board, folder)
+    file = tmp_path / "preferences" / "audit.jsonl"
+    if left is None:
+        file.unlink()
+    else:
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:left]))
+    await reconcile(board, folder)
+    assert [line["seq"] for line in lines(tmp_path)] == [1, 2]
+
+
+async def test_a_damaged_line_is_left_out_and_the_others_come_back(tmp_path: Path) -> None:
+    before = MemoryBoard()
+    stored = await put(before, 1, 2, 3)
+    await reconcile(before, PreferenceFolder(tmp_path))
+    file = tmp_path / "preferences" / "audit.jsonl"
+    first, _, third = file.read_text().splitlines()
+    file.write_text(f"{first}\ntorn\n{third}\n")
 
     emptied = MemoryBoard()
-    await reconcile(emptied, folder)
+    await reconcile(emptied, PreferenceFolder(tmp_path))
     assert [await emptied.preference(number) for number in (1, 2, 3)] == [stored[0], None, stored[2]]
+    assert (await emptied.put_preference(renamed(4))).version == 4
 
-    for file in (tmp_path / "preferences").iterdir():
-        file.write_text("torn")
-    await reconcile(MemoryBoard(), folder)
+    file.write_text("torn\n")
+    await reconcile(MemoryBoard(), PreferenceFolder(tmp_path))
+
+
+async def test_versions_that_an_earlier_release_kept_a_file_each_come_back(tmp_path: Path) -> None:
+    (tmp_path / "preferences").mkdir()
+    older = {n: json.dumps({"version": n, "document": CUTE.model_dump(mode="json")}) for n in (1, 3)}
+    for number, text in {**older, 2: "torn"}.items():
+        (tmp_path / "preferences" / f"{number:08d}.json").write_text(text)
+    board = MemoryBoard()
+    async with client_of(board, tmp_path) as client:
+        await reconcile(board, PreferenceFolder(tmp_path))
+        assert (await client.get(URL)).json()["version"] == 3
+        assert (await client.put(URL, content=CLASSICAL.model_dump_json())).json()["version"] == 4
+    emptied = MemoryBoard()
+    await reconcile(emptied, PreferenceFolder(tmp_path))
+    assert [one.version for one in await emptied.preferences(limit=9)] == [4, 3, 1]
+
+
+async def test_a_lock_that_is_never_given_back_counts_as_a_folder_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preference_folder, "LOCK_WITHIN_S", 0.01)
+    board, folder = MemoryBoard(), PreferenceFolder(tmp_path)
+    await put(board, 1)
+    await reconcile(board, folder)
+    await put(board, 2)
+    with (tmp_path / "preferences" / "audit.jsonl").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="held the lock"):
+            folder.keep(await board.preference_changes(1))
+        await reconcile(board, folder)
+    assert len(lines(tmp_path)) == 1
+
+
+async def test_due_switches_take_effect_one_after_the_other_on_one_of_the_replicas(tmp_path: Path) -> None:
+    board = MemoryBoard()
+    keepers: Sequence[Keeper] = [Keeper(board, PreferenceFolder(tmp_path)) for _ in range(2)]
+    await put(board, 1)
+    for number, if_version in ((2, None), (3, 1), (4, None)):
+        asked = ChangeRequest(what="schedule", document=renamed(number), at_s=float(number), if_version=if_version)
+        await keepers[0].change(asked)
+    await asyncio.gather(*(keeper.apply() for keeper in keepers))
+    assert [one.document.name for one in await board.preferences(limit=9)] == ["p4", "p2", "p1"]
+    told = [(line["what"], line.get("switch")) for line in lines(tmp_path)[4:]]
+    assert told == [("apply", 2), ("refuse", 3), ("apply", 4)]

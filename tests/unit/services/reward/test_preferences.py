@@ -11,16 +11,17 @@ import pytest
 from fastapi import FastAPI
 from pydantic import SecretStr
 
-from sao.board.base import PreferenceConflictError
 from sao.board.memory import MemoryBoard
 from sao.config import ConfigError
 from sao.preference import Preference, PreferenceDocument
+from sao.preference_changes import ChangeRequest, PreferenceChange
 from sao.streams.base import StreamUnavailableError
 from sao.tasks.writing import Writing
 from sao.telemetry.health import Health
 from services.reward.app import create_app
+from services.reward.changes import MAX_BODY_BYTES
 from services.reward.preference_folder import Keeper, PreferenceFolder
-from services.reward.preferences import MAX_BODY_BYTES, ensure_preference
+from services.reward.preferences import ensure_preference
 
 TASK = Writing()
 CUTE = TASK.preferences["cute"]
@@ -31,7 +32,9 @@ URL = "/v1/preferences"
 
 def app_of(board: Any, run_dir: Path, token: str | None = None) -> FastAPI:
     keeper = Keeper(board, PreferenceFolder(run_dir))
-    return create_app(TASK, board, Health(60.0), SecretStr(token) if token else None, keeper)
+    return create_app(
+        TASK, board, Health(60.0), SecretStr(token) if token else None, keeper, archive=run_dir / "archive"
+    )
 
 
 def client_of(board: Any, run_dir: Path, token: str | None = None) -> httpx.AsyncClient:
@@ -65,7 +68,8 @@ async def test_the_current_preference_has_its_version_as_etag(client: httpx.Asyn
     response = await client.get(URL)
     assert response.status_code == 200
     assert response.headers["etag"] == '"1"'
-    assert Preference.model_validate_json(response.content) == Preference(version=1, document=CUTE)
+    found = Preference.model_validate_json(response.content)
+    assert (found.version, found.document, found.origin) == (1, CUTE, "put")
     assert (await client.get(URL, headers={"If-None-Match": '"1"'})).status_code == 304
 
 
@@ -148,13 +152,16 @@ async def test_an_endless_body_is_refused(client: httpx.AsyncClient) -> None:
     problem(await client.put(URL, content=b" " * (MAX_BODY_BYTES + 1)), 413)
 
 
-@pytest.mark.parametrize("version", ["2", "0", "-1"])
+@pytest.mark.parametrize("version", ["2", "0", "-1", "9007199254740992"])
 async def test_a_version_that_does_not_exist_is_not_found(client: httpx.AsyncClient, version: str) -> None:
     assert version in problem(await client.get(f"{URL}/{version}"), 404)["detail"]
+    assert version in problem(await client.post(f"{URL}/{version}:rollback"), 404)["detail"]
 
 
-async def test_a_version_that_is_no_number_is_refused(client: httpx.AsyncClient) -> None:
-    assert "version" in problem(await client.get(f"{URL}/newest"), 422)["detail"]
+@pytest.mark.parametrize("version", ["newest", "1.5", "9" * 20, "9" * 5000], ids=lambda version: version[:20])
+async def test_what_is_no_version_is_refused(client: httpx.AsyncClient, version: str) -> None:
+    assert "version" in problem(await client.get(f"{URL}/{version}"), 422)["detail"]
+    assert "version" in problem(await client.post(f"{URL}/{version}:rollback"), 422)["detail"]
 
 
 async def test_another_method_is_refused(client: httpx.AsyncClient) -> None:
@@ -202,7 +209,8 @@ async def test_the_first_preference_is_the_run_files_or_the_tasks(board: MemoryB
     assert (await ensure_preference(MemoryBoard(), None, TASK)).document == TASK.default_preference
     assert (await ensure_preference(board, CLASSICAL, TASK)).document == CLASSICAL
     # A restart keeps what the run has, whatever the file says.
-    assert await ensure_preference(board, CUTE, TASK) == Preference(version=1, document=CLASSICAL)
+    kept = await ensure_preference(board, CUTE, TASK)
+    assert (kept.version, kept.document, kept.origin) == (1, CLASSICAL, "initial")
 
 
 async def test_a_first_preference_for_another_task_is_a_configuration_error(board: MemoryBoard) -> None:
@@ -219,11 +227,12 @@ async def test_two_services_that_start_together_agree_on_the_first_preference() 
     class Late(MemoryBoard):
         """Another service stores its preference just before ours."""
 
-        async def put_preference(self, document: PreferenceDocument, *, if_version: int | None = None) -> Preference:
+        async def change_preferences(
+            self, asked: ChangeRequest, *, above: int = 0, min_seconds: float = 0.0
+        ) -> PreferenceChange | None:
             if await self.preference() is None:
-                await super().put_preference(CLASSICAL, if_version=0)
-                raise PreferenceConflictError
-            return await super().put_preference(document, if_version=if_version)
+                await super().change_preferences(ChangeRequest(what="initial", document=CLASSICAL))
+            return await super().change_preferences(asked, above=above, min_seconds=min_seconds)
 
     assert (await ensure_preference(Late(), CUTE, TASK)).document == CLASSICAL
 

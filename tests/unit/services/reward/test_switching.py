@@ -25,7 +25,9 @@ async def test_every_scoring_that_starts_after_the_answer_carries_the_new_versio
     streams, board = MemoryStreams(), MemoryBoard()
     task = always(correct=1.0, style=0.25)
     await board.put_preference(task.default_preference)
-    app = create_app(task, board, Health(60.0), None, Keeper(board, PreferenceFolder(tmp_path)))
+    app = create_app(
+        task, board, Health(60.0), None, Keeper(board, PreferenceFolder(tmp_path)), archive=tmp_path / "archive"
+    )
     count, changes, answered = 200, 4, {1: 0.0}
     async with (
         consuming(streams, task, board=board),

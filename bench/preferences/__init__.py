@@ -1,0 +1,1 @@
+"""Changing preferences while trajectories are scored: `make prove-preferences-api`."""
