@@ -27,7 +27,6 @@ import httpx
 import redis
 
 from sao.config import RunConfig, dump_run_config, load_run_config
-from sao.config.schema import RewardSection
 from sao.redis_client import RunKeys
 from sao.supervisor.valkey import valkey_command
 from sao.tasks.writing import Writing
@@ -40,8 +39,8 @@ CLIENTS, REPLICAS = 8, 2
 RATE = 200
 """Trajectories a second that must have been scored."""
 P99_S = 0.1
-IN_HAND = RewardSection().batch
-"""Trajectories that a service works on at most: a queue that is longer is not empty."""
+BATCH = 4
+"""`reward.batch`: trajectories that a service has in hand. More are no faster here, and a PUT waits behind them."""
 URL = "/v1/preferences"
 BODIES = [document.model_dump_json().encode() for document in Writing().preferences.values()]
 
@@ -80,7 +79,7 @@ def running(folder: Path) -> Iterator[tuple[Sequence[RunConfig], Path]]:
     """A store and REPLICAS reward services in an empty folder; their configurations and one of their run files."""
     port = free_port()
     sets = ["run.name=puts", f'run.dir="{folder / "run"}"', f'redis.url="redis://127.0.0.1:{port}/0"']
-    sets += ["task.name=writing", "reward.batch=4"]
+    sets += ["task.name=writing", f"reward.batch={BATCH}"]
     own = [[f"reward.port={free_port()}", f"reward.consumer=reward-{number}"] for number in range(REPLICAS)]
     configs = [load_run_config(None, [*sets, *more], env={}) for more in own]
     command = valkey_command(configs[0].redis, port, folder / "valkey", folder / "valkey.log")
@@ -194,7 +193,7 @@ def judge(
         and found["audit_is_gapless"]
         and found["refused_otherwise"] == found["outcomes_that_are_no_reward"] == late[0] == 0
         and found["if_matches_with_one_winner"] == found["if_matches"]
-        and found["shortest_queue"] > REPLICAS * IN_HAND
+        and found["shortest_queue"] > REPLICAS * BATCH
         and min(shares) > 0
     )
     within = rate >= RATE and quantile(latencies, 0.99) <= P99_S
