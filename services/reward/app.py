@@ -17,12 +17,17 @@ from sao.board.base import Board
 from sao.config import ConfigError, RunConfig
 from sao.problems import Bearer, install
 from sao.rest import Server
+from sao.streams.base import TrajectoryStreams
 from sao.tasks import TaskLoadError, load_task
 from sao.tasks.base import OffersPreferences, Task
 from sao.tasks.tiny_tokenizer import VocabularyError, tokenizer_of_run
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from sao.telemetry.routes import TELEMETRY_PATHS, answer
+from sao.tokenizer import Tokenizer
+from services.reward.console.pages import PATH as CONSOLE
+from services.reward.console.pages import pages
+from services.reward.console.routes import ConsoleRoutes
 from services.reward.consumer import Consumer
 from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import PATH, PreferenceRoutes, ensure_preference
@@ -53,6 +58,7 @@ def create_app(task: Task, board: Board, health: Health, token: SecretStr | None
                 f"GET {PATH}": "the current preference; its ETag is the version",
                 f"GET {PATH}/{{version}}": "an earlier preference",
                 f"PUT {PATH}": "change what is rewarded from the next scoring on; If-Match guards against others",
+                f"GET {CONSOLE}": "the console: a page for people; what it reads are the other routes under /v1",
                 "GET /openapi.json": "the schema of the above",
                 "GET /metrics, /healthz, /readyz": "telemetry",
             },
@@ -63,6 +69,15 @@ def create_app(task: Task, board: Board, health: Health, token: SecretStr | None
     for path in TELEMETRY_PATHS:
         app.add_api_route(path, _telemetry(health), methods=["GET"], include_in_schema=False)
     return app
+
+
+def add_console(
+    app: FastAPI, config: RunConfig, board: Board, streams: TrajectoryStreams, tokenizer: Tokenizer
+) -> None:
+    """The console: its page under /console, and what it reads under /v1."""
+    routes = ConsoleRoutes(config, board, streams, tokenizer)
+    app.include_router(routes.router(), dependencies=[Depends(Bearer(config.auth.token))])
+    app.include_router(pages())
 
 
 def _telemetry(health: Health) -> Callable[[Request], Awaitable[Response]]:
@@ -88,6 +103,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         await patiently(keeper.once)
         await ensure_preference(board, config.preference, task)
         app = create_app(task, board, health, config.auth.token, keeper)
+        add_console(app, config, board, streams, tokenizer)
         server = Server(app, grace_s=2)
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.create_server((settings.bind, settings.port), family=family) as listener:
