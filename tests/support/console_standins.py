@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from http import HTTPStatus
 from pathlib import Path
+from statistics import fmean, pstdev, quantiles
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -49,7 +50,7 @@ def standins(run_dir: Path, task: Task, board: Board) -> APIRouter:
         proposed = PreferenceDocument.model_validate_json(body)
         current = await board.preference()
         assert current is not None
-        return compared(newest_components(run_dir, last), current.document, proposed)
+        return compared(newest_components(run_dir, last), current.document, proposed, current.version)
 
     @router.get("/v1/preferences/hold")
     async def held() -> dict[str, Any]:
@@ -67,7 +68,8 @@ def standins(run_dir: Path, task: Task, board: Board) -> APIRouter:
 
     @router.get("/v1/components")
     async def components() -> dict[str, Any]:
-        return {"components": [{"name": name} for name in sorted(task.components)]}
+        rest = {"scorer": task.name, "kind": "task", "description": "", "deadline_s": 10.0, "low": None, "high": None}
+        return {"components": [{"name": name, **rest} for name in sorted(task.components)]}
 
     return router
 
@@ -93,31 +95,43 @@ def newest_components(run_dir: Path, last: int) -> list[tuple[str, dict[str, flo
 
 
 def compared(
-    found: Sequence[tuple[str, dict[str, float]]], now: PreferenceDocument, then: PreferenceDocument
+    found: Sequence[tuple[str, dict[str, float]]], now: PreferenceDocument, then: PreferenceDocument, version: int
 ) -> dict[str, Any]:
     """Both distributions, and the trajectories that move most."""
-    lacking = Counter(name for _, components in found for name in then.components - components.keys())
-    if lacking:
-        return {"trajectories": 0, "now": {}, "then": {}, "flips": 0, "examples": [], "missing": dict(lacking)}
-    pairs = [(one, now.value(components), then.value(components)) for one, components in found]
+    whole = [(one, values) for one, values in found if now.components | then.components <= values.keys()]
+    lacking = Counter(name for _, values in found for name in then.components - values.keys())
+    pairs = [(one, now.value(values), then.value(values), values) for one, values in whole]
     before, after = [pair[1] for pair in pairs], [pair[2] for pair in pairs]
-    means = sum(before) / max(len(before), 1), sum(after) / max(len(after), 1)
-    moved = sorted(pairs, key=lambda pair: -abs(pair[2] - pair[1]))[:5]
+    low, high = min([0.0, *before, *after]), max([1.0, *before, *after])
+    sides = [(b > fmean(before), a > fmean(after)) for b, a in zip(before, after, strict=True)]
+    moved = sorted(zip(pairs, sides, strict=True), key=lambda one: -abs(one[0][2] - one[0][1]))[:10]
     return {
-        "trajectories": len(pairs),
-        "now": distribution(before),
-        "then": distribution(after),
-        "flips": sum((b >= means[0]) != (a >= means[1]) for _, b, a in pairs),
-        "examples": [{"trajectory_id": one, "now": b, "then": a} for one, b, a in moved],
-        "missing": {},
+        "asked": 200,
+        "trajectories": len(found),
+        "compared": len(pairs),
+        "version": version,
+        "edges": [low + (high - low) * place / 10 for place in range(11)] if pairs else [],
+        "now": distribution(before, low, high),
+        "then": distribution(after, low, high),
+        "flips": {"up": sides.count((False, True)), "down": sides.count((True, False))},
+        "examples": [
+            {"id": one, "update": 1, "now": b, "then": a, "flips": side[0] != side[1], "components": values}
+            for (one, b, a, values), side in moved
+        ],
+        "missing": dict(lacking),
+        "missing_now": 0,
+        "not_finite": 0,
+        "unreadable": 0,
     }
 
 
-def distribution(values: Sequence[float]) -> dict[str, Any]:
-    counts = Counter(min(int(10 * value), 9) for value in values)
+def distribution(values: Sequence[float], low: float, high: float) -> dict[str, Any]:
+    if not values:
+        return {"mean": None, "std": None, "deciles": [], "histogram": []}
+    counts = Counter(min(int(10 * (value - low) / (high - low)), 9) for value in values)
     return {
-        "mean": sum(values) / len(values),
-        "min": min(values),
-        "max": max(values),
+        "mean": fmean(values),
+        "std": pstdev(values),
+        "deciles": [min(values), *quantiles(values, n=10, method="inclusive"), max(values)],
         "histogram": [counts[number] for number in range(10)],
     }

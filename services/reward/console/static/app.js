@@ -44,7 +44,7 @@ async function showRun() {
     ["lag", number(run.lag, 1), "updates"],
     ["tokens", whole(run.tokens_per_s), "a second"],
     ["rejected", percent(run.rejected), "of the tokens"],
-    ["critic", number(run.explained_variance, 2), "explained variance"],
+    ["critic", number(run.explained_variance, 2), "expl. variance"],
     ["waiting", whole(run.waiting_for_scoring), `to score; ${whole(run.waiting_for_training)} scored`],
   ]);
   const held = run.held.map((reason) => `Publishing is held: ${reason} (docs/algorithm.md, Guards).`);

@@ -89,7 +89,7 @@ export class Preferences {
       range.value = box.value;
     });
     return h("div", { className: "slider" }, h("label", { htmlFor: id }, name), range, box,
-      about?.source ? h("span", { className: "muted source" }, String(about.source)) : null);
+      about?.kind && about.kind !== "task" ? h("p", { className: "muted source" }, `${about.kind} ${about.scorer}: ${about.description}`) : null);
   }
 
   set(row, weight) {
@@ -152,7 +152,7 @@ export class Preferences {
       this.tried = JSON.stringify(sorted(draft));
       const apply = h("button", { type: "button", className: "primary", id: "apply" }, `Apply as version ${this.current.version + 1}`);
       apply.addEventListener("click", () => this.apply(apply));
-      byId("dry-run").replaceChildren(...dryRunResult(result, LAST), h("div", { className: "actions" }, apply));
+      byId("dry-run").replaceChildren(...dryRunResult(result), h("div", { className: "actions" }, apply));
       byId("dry-run").hidden = false;
       byId("dry-run").focus();
     });
@@ -165,7 +165,7 @@ export class Preferences {
       try {
         const { body } = await call(`${URL}${this.signed()}`, { method: "PUT", json: draft, headers: this.ifMatch() });
         await this.stored(body);
-        say(message, `Version ${body.version}, “${body.document.name}”, is in force: every scoring from now on is under it.`, "good");
+        say(message, `Version ${body.version}, “${body.document.name}”, is in force: every scoring that starts now is under it.`, "good");
       } catch (error) {
         if (!(error instanceof Problem && error.status === 412)) throw error;
         await this.conflict(draft);

@@ -52,7 +52,7 @@ export class Trajectories {
 
   row(id) {
     const button = h("button", { type: "button", className: "row" },
-      h("span", { className: "strong" }, shortId(id)),
+      h("span", { className: "strong mono" }, shortId(id)),
       h("span", { className: "pill small" }),
       h("span", { className: "value reward" }),
       h("span", { className: "grow muted" }),
