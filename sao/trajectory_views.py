@@ -142,6 +142,11 @@ class TrajectoryView(_View):
     """Why something is missing, in words; else empty."""
 
 
+def place_at(end: int) -> str:
+    """The place in the list at which the rows before byte `end`, the end of a line, begin."""
+    return f"{end}.{_WHOLE}"
+
+
 class TrajectoryReader:
     """Reads one run's folder; nothing of it is written. Calls block: give them a thread of their own."""
 
@@ -163,7 +168,7 @@ class TrajectoryReader:
                 found += [summary_of(row, one) for one in reversed(taken)]
                 left = len(here) - len(taken)
                 if len(found) >= limit:
-                    place = f"{after}.{left}" if left else f"{start}.{_WHOLE}"
+                    place = f"{after}.{left}" if left else place_at(start)
                     return TrajectoryPage(trajectories=found, next=place if left or start else None)
             keep = _WHOLE
         return TrajectoryPage(trajectories=found, next=None)

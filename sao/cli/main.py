@@ -11,6 +11,7 @@ import typer
 from sao.cli.check import check
 from sao.cli.dead import dead
 from sao.cli.replay import replay
+from sao.cli.trajectories import trajectories
 from sao.cli.weights import weights
 from sao.config import ConfigError, RunConfig, load_run_config
 from sao.config.doubts import doubts
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command("check")(check)
 app.command("replay")(replay)
 app.add_typer(dead, name="dead")
+app.add_typer(trajectories, name="trajectories")
 app.add_typer(weights, name="weights")
 
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run's folder; one that holds a run is resumed.")]
