@@ -9,8 +9,10 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
 
@@ -38,6 +40,7 @@ from services.reward.preferences import ensure_preference
 from tests.support.console_standins import standins
 from tests.support.rollouts import play
 
+T = TypeVar("T")
 TASK = Writing()
 TOKENIZER = tokenizer_of_run(None, TASK)
 XSS = "<img src=x onerror=\"document.body.dataset.hacked='yes'\">"
@@ -202,6 +205,12 @@ async def fill_stores(config: RunConfig, board: Board, streams: TrajectoryStream
     (delivery,) = await streams.read(StreamName.TRAJECTORIES, "reward-0", count=1, block_ms=0)
     await streams.bury(delivery, "reward-0", f"invalid: the task cannot score {XSS}")
     return ids[0]
+
+
+def apart(work: Coroutine[Any, Any, T]) -> T:
+    """What it gives, run in a thread of its own: the browser's driver has an event loop in ours."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
 @contextlib.contextmanager
