@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 from pydantic import SecretStr
 
 import sao.board
@@ -33,13 +34,21 @@ from tests.support.processes import free_port
 UPDATES = 60
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of a run of 60 updates, switched after two thirds of them."""
+    made = tmp_path_factory.mktemp("made-up") / "run"
+    fill_folder(made, UPDATES, switched_at=40, archived=30)
+    return made
+
+
 @pytest.fixture
-def config(run_config: RunConfig) -> RunConfig:
-    """A run that was switched after two thirds of its 60 updates, filled into folder and store."""
+def config(run_config: RunConfig, folder: Path) -> RunConfig:
+    """The run in a folder and a store of its own."""
     reward = run_config.reward.model_copy(update={"port": free_port()})
     task = run_config.task.model_copy(update={"name": "writing"})
     made = run_config.model_copy(update={"reward": reward, "task": task})
-    fill_folder(made.run.dir, UPDATES, switched_at=40, archived=30)
+    shutil.copytree(folder, made.run.dir)
 
     async def fill() -> None:
         board, streams = sao.board.connect(made), sao.streams.connect(made)
@@ -54,11 +63,9 @@ def config(run_config: RunConfig) -> RunConfig:
 
 
 @contextlib.contextmanager
-def opened(
-    browser: Browser, url: str, artefacts: Path, size: tuple[int, int] = DESK, *, dark: bool = False
-) -> Iterator[Visit]:
+def opened(browser: Browser, url: str, artefacts: Path, size: tuple[int, int] = DESK) -> Iterator[Visit]:
     """The console with everything shown; at the end nothing was wrong and nobody else was asked."""
-    with visit(browser, f"{url}/console", artefacts, size, dark=dark) as found:
+    with visit(browser, f"{url}/console", artefacts, size) as found:
         expect(found.page.locator("#connection")).to_have_text("live")
         expect(found.page.locator("#trajectories button.row")).to_have_count(13)
         expect(found.page.locator("#history li").first).to_be_visible()
@@ -83,12 +90,10 @@ def current(config: RunConfig) -> Preference:
 
 
 def weight(page: Page, component: str, value: float) -> None:
-    """Move a slider with the keyboard, from its least."""
+    """Move a slider."""
     slider = page.get_by_role("slider", name=component, exact=True)
-    slider.press("Home")
-    for _ in range(round((value + 1) / 0.05)):
-        slider.press("ArrowRight")
-    expect(slider).to_have_value(re.compile(f"^{value:g}$"))
+    slider.fill(f"{value:g}")
+    expect(slider).to_have_value(f"{value:g}")
 
 
 def put(url: str, document: PreferenceDocument) -> None:
@@ -101,7 +106,12 @@ def test_a_slider_is_tried_then_applied_then_undone(config: RunConfig, browser: 
         page = seen.page
         expect(page.locator("#preference-now")).to_have_text("Now: classical (version 2)")
         seen.shoot("desk-start")
-        weight(page, "style_cute", 0.5)
+        slider = page.get_by_role("slider", name="style_cute", exact=True)
+        slider.press("End")
+        for _ in range(10):
+            slider.press("ArrowLeft")
+        expect(slider).to_have_value("0.5")
+        expect(page.get_by_role("spinbutton", name="style_cute, exact weight")).to_have_value("0.5")
         weight(page, "style_classical", -0.25)
         page.get_by_label("Name", exact=True).fill("gently cute")
         page.get_by_label("Your name").fill("Ana")
@@ -253,17 +263,16 @@ def test_colour_and_marks_of_tokens_say_what_the_update_did(
         expect(page.locator("#inspect")).to_be_hidden()
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_it_fits_a_phone_in_every_state(config: RunConfig, browser: Browser, artefacts: Path, dark: bool) -> None:
-    with console_of(config) as url, opened(browser, url, artefacts, PHONE, dark=dark) as seen:
-        page, kind = seen.page, "dark" if dark else "light"
+def test_it_fits_a_phone_in_every_state(config: RunConfig, browser: Browser, artefacts: Path) -> None:
+    with console_of(config) as url, opened(browser, url, artefacts, PHONE) as seen:
+        page = seen.page
         assert seen.overflow() <= 0
-        seen.shoot(f"phone-{kind}-start")
+        seen.shoot("phone-start")
         weight(page, "style_cute", 0.5)
         page.get_by_role("button", name="Try it").tap()
         expect(page.locator("#apply")).to_be_visible()
         assert seen.overflow() <= 0
-        seen.shoot(f"phone-{kind}-dry-run")
+        seen.shoot("phone-dry-run")
         page.locator("#apply").tap()
         expect(page.locator("#preference-message")).to_contain_text("Version 3")
         page.get_by_role("button", name=re.compile("^Undo")).tap()
@@ -273,7 +282,9 @@ def test_it_fits_a_phone_in_every_state(config: RunConfig, browser: Browser, art
         token.tap()
         expect(page.locator("#token-facts")).to_contain_text("log-prob")
         assert seen.overflow() <= 0
-        seen.shoot(f"phone-{kind}-inspected")
+        seen.shoot("phone-inspected")
+        page.emulate_media(color_scheme="dark")
+        seen.shoot("phone-dark")
         small = [one.bounding_box() for one in page.locator("main button:visible:not(.token)").all()]
         assert all(box is not None and box["height"] >= 39 for box in small), "too small for a finger"
 
@@ -416,6 +427,15 @@ def test_changes_are_held_and_let_through_again(config: RunConfig, browser: Brow
         expect(page.locator("#hold-words")).to_have_text("Changes are open.")
 
 
+def answering(status: int, headers: dict[str, str], body: str) -> Callable[[Route], None]:
+    """Answer for the server."""
+
+    def fulfill(route: Route) -> None:
+        route.fulfill(status=status, headers=headers, content_type="application/problem+json", body=body)
+
+    return fulfill
+
+
 def test_a_refusal_is_told_in_words_with_what_to_do(config: RunConfig, browser: Browser, artefacts: Path) -> None:
     with console_of(config) as url, opened(browser, url, artefacts) as seen:
         page = seen.page
@@ -426,12 +446,7 @@ def test_a_refusal_is_told_in_words_with_what_to_do(config: RunConfig, browser: 
         }
         for status, (headers, detail, advice) in refusals.items():
             body = json.dumps({"title": "No", "status": status, "detail": detail})
-            page.route(
-                "**/v1/preferences?*",
-                lambda route, s=status, h=headers, b=body: route.fulfill(
-                    status=s, headers=h, content_type="application/problem+json", body=b
-                ),
-            )
+            page.route("**/v1/preferences?*", answering(status, headers, body))
             page.get_by_label("Reason").fill("because")
             weight(page, "style_cute", 0.5 if status == 423 else 0.45 if status == 429 else 0.4)
             page.get_by_role("button", name="Try it").click()

@@ -56,15 +56,13 @@ class Visit:
 
 
 @contextlib.contextmanager
-def visit(
-    browser: Browser, url: str, artefacts: Path, size: tuple[int, int] = DESK, *, dark: bool = False
-) -> Iterator[Visit]:
+def visit(browser: Browser, url: str, artefacts: Path, size: tuple[int, int] = DESK) -> Iterator[Visit]:
     """Open `url`; every error and every request to another origin is noted."""
     width, height = size
     touch = width < 600
     context = browser.new_context(
         viewport={"width": width, "height": height},
-        color_scheme="dark" if dark else "light",
+        color_scheme="light",
         reduced_motion="reduce",
         has_touch=touch,
         timezone_id="UTC",

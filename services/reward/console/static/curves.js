@@ -181,8 +181,10 @@ export class Curves {
     if (event.key === "Escape") return this.read(null);
     if (step === undefined || !points.length) return undefined;
     event.preventDefault();
-    const at = this.cursor === null ? points.length - 1 : points.findIndex((one) => one.trajectory >= this.cursor);
-    const next = Math.min(points.length - 1, Math.max(0, (at < 0 ? points.length - 1 : at) + (this.cursor === null ? 0 : step)));
+    const known = this.cursor === null ? -1 : points.findIndex((one) => one.trajectory >= this.cursor);
+    // The first arrow key shows the newest point; Home and End go where they say.
+    const at = known >= 0 ? known + step : Number.isFinite(step) ? points.length - 1 : step;
+    const next = Math.min(points.length - 1, Math.max(0, at));
     return this.read(points[next].trajectory);
   }
 
