@@ -96,6 +96,11 @@ def weight(page: Page, component: str, value: float) -> None:
     expect(slider).to_have_value(f"{value:g}")
 
 
+def look_again(page: Page) -> None:
+    """Let the page ask now, as the button of a lost connection does."""
+    page.evaluate("document.getElementById('retry').click()")
+
+
 def put(url: str, document: PreferenceDocument) -> None:
     answer = httpx.put(f"{url}/v1/preferences", content=document.model_dump_json(), timeout=10)
     assert answer.status_code == httpx.codes.OK
@@ -192,9 +197,11 @@ def test_a_change_by_somebody_else_is_followed_unless_one_is_being_made(
     with console_of(config) as url, opened(browser, url, artefacts) as seen:
         page = seen.page
         put(url, TASK.preferences["chuunibyou"])
+        look_again(page)
         expect(page.locator("#preference-now")).to_have_text("Now: chuunibyou (version 3)")
         weight(page, "style_cute", 0.2)
         put(url, TASK.preferences["cute"])
+        look_again(page)
         expect(page.locator("#preference-message")).to_contain_text("was stored meanwhile")
         expect(page.get_by_role("slider", name="style_cute", exact=True)).to_have_value("0.2")
         page.get_by_role("button", name="Reset").click()
@@ -249,6 +256,10 @@ def test_colour_and_marks_of_tokens_say_what_the_update_did(
     trained = Archive(config.run.dir / "archive").read(UPDATES).trajectories[-1]
     with console_of(config) as url, opened(browser, url, artefacts) as seen:
         page = seen.page
+        page.locator("#trajectories-older").click()
+        expect(page.locator("#trajectories button.row")).to_have_count(25)
+        page.locator("#trajectories-newest").click()
+        expect(page.locator("#trajectories button.row")).to_have_count(13)
         page.locator("#trajectories button.row").nth(1).click()
         action = page.locator("#inspect .tokens.action .token")
         expect(action).to_have_count(len(trained.advantages))
@@ -340,6 +351,7 @@ def test_the_curve_goes_on_with_the_run_and_asks_only_for_what_is_new(
         file = config.run.dir / "updates.jsonl"
         *_, (last, _) = read_rows(file)
         append_line(file, later(last, preference=3).model_dump_json().encode())
+        look_again(page)
         expect(page.locator("#chart .switch")).to_have_count(2)
         assert (path.get_attribute("d") or "").count("L") == 4 * UPDATES + 3
         assert all(parse_qs(urlsplit(one).query)["after"] != ["0"] for one in asked)
@@ -415,18 +427,6 @@ def test_without_history_dry_run_and_hold_it_says_so_and_still_switches(
         expect(page.locator("#preference-message")).to_contain_text("Version 3")
 
 
-def test_changes_are_held_and_let_through_again(config: RunConfig, browser: Browser, artefacts: Path) -> None:
-    with console_of(config) as url, opened(browser, url, artefacts) as seen:
-        page = seen.page
-        page.get_by_label("Your name").fill("Ana")
-        page.get_by_label("Reason").fill("an experiment is going on")
-        page.get_by_role("button", name="Hold changes").click()
-        expect(page.locator("#hold-words")).to_contain_text("Changes are held by Ana")
-        expect(page.locator("#hold-words")).to_contain_text("an experiment is going on")
-        page.get_by_role("button", name="Let changes through").click()
-        expect(page.locator("#hold-words")).to_have_text("Changes are open.")
-
-
 def answering(status: int, headers: dict[str, str], body: str) -> Callable[[Route], None]:
     """Answer for the server."""
 
@@ -436,9 +436,16 @@ def answering(status: int, headers: dict[str, str], body: str) -> Callable[[Rout
     return fulfill
 
 
-def test_a_refusal_is_told_in_words_with_what_to_do(config: RunConfig, browser: Browser, artefacts: Path) -> None:
+def test_a_hold_and_every_refusal_are_told_in_words(config: RunConfig, browser: Browser, artefacts: Path) -> None:
     with console_of(config) as url, opened(browser, url, artefacts) as seen:
         page = seen.page
+        page.get_by_label("Your name").fill("Ana")
+        page.get_by_label("Reason").fill("an experiment is going on")
+        page.get_by_role("button", name="Hold changes").click()
+        expect(page.locator("#hold-words")).to_contain_text("Changes are held by Ana")
+        expect(page.locator("#hold-words")).to_contain_text("an experiment is going on")
+        page.get_by_role("button", name="Let changes through").click()
+        expect(page.locator("#hold-words")).to_have_text("Changes are open.")
         refusals = {
             423: ({}, "changes are held by Bo", "Resume changes in the history, or wait."),
             429: ({"Retry-After": "7"}, "at most 3 switches a minute", "Try again in 7 s."),
@@ -454,12 +461,3 @@ def test_a_refusal_is_told_in_words_with_what_to_do(config: RunConfig, browser: 
             expect(page.locator("#preference-message")).to_have_text(f"{detail}. {advice}")
             page.unroute("**/v1/preferences?*")
         assert current(config).version == 2
-
-
-def test_older_ones_are_a_button_away(config: RunConfig, browser: Browser, artefacts: Path) -> None:
-    with console_of(config) as url, opened(browser, url, artefacts) as seen:
-        page = seen.page
-        page.locator("#trajectories-older").click()
-        expect(page.locator("#trajectories button.row")).to_have_count(25)
-        page.locator("#trajectories-newest").click()
-        expect(page.locator("#trajectories button.row")).to_have_count(13)

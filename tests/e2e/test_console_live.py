@@ -87,7 +87,7 @@ def test_a_person_switches_sees_undoes_and_inspects(live: LiveRun, browser: Brow
         page.get_by_role("button", name="Apply as version 2").click()
         expect(page.locator("#preference-message")).to_contain_text("Version 2, “plain”, is in force")
         wait_until(lambda: live.trained_under(2) >= 100, timeout_s=PATIENCE_S, what="100 trajectories under version 2")
-        expect(page.locator("#chart .switch[data-version='2']")).to_have_count(1, timeout=15_000)
+        expect(page.locator("#chart .switch[data-version='2']")).to_have_count(1)
         page.wait_for_function(
             "least => Number(document.querySelector('#figures dd').textContent) < least", arg=before - LEAST_DROP
         )
@@ -117,7 +117,7 @@ def test_a_person_switches_sees_undoes_and_inspects(live: LiveRun, browser: Brow
 def reward(seen: Visit) -> float:
     """The moving average that the page shows."""
     shown = seen.page.locator("#figures dd").first
-    expect(shown).to_have_text(re.compile(r"^\d\.\d+$"), timeout=15_000)
+    expect(shown).to_have_text(re.compile(r"^\d\.\d+$"))
     return float(shown.inner_text())
 
 

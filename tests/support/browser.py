@@ -10,10 +10,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
 
 PHONE = (390, 844)
 DESK = (1280, 900)
+PATIENCE_MS = 15_000
+"""How long a busy machine may take over what is expected."""
 MISSING = "Chromium is missing: install it, for example apt-get install chromium"
 
 
@@ -23,6 +25,7 @@ def chromium() -> Iterator[Browser]:
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
         pytest.skip(MISSING)
+    expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
@@ -67,7 +70,7 @@ def visit(browser: Browser, url: str, artefacts: Path, size: tuple[int, int] = D
         has_touch=touch,
         timezone_id="UTC",
     )
-    context.set_default_timeout(15_000)
+    context.set_default_timeout(PATIENCE_MS)
     page = context.new_page()
     found = Visit(page, context, artefacts)
     origin = urlsplit(url)[:2]

@@ -172,7 +172,7 @@ class ConsoleRoutes:
             return page
         # What is trained stays on its stream until the trainer's next checkpoint.
         trained = self._history.newest_ids
-        waiting = [one for one in await self._waiting(limit) if one.id not in trained]
+        waiting = [one for one in await self._waiting(limit) if one.id not in trained][:limit]
         return page.model_copy(update={"trajectories": [*waiting, *page.trajectories]})
 
     async def trajectory(

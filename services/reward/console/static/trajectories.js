@@ -5,6 +5,7 @@ import { byId, clock, h, number, reconcile, shortId } from "./dom.js";
 import { shownIn } from "./fleet.js";
 
 const PAGE = 12;
+const WAITING = 4;
 
 export class Trajectories {
   constructor(open) {
@@ -24,7 +25,9 @@ export class Trajectories {
     if (this.paused || (!force && list.matches(":hover, :focus-within"))) return;
     await shownIn("trajectories-problem", async () => {
       const { body } = await call(`v1/trajectories?limit=${PAGE}`);
-      this.show(body.trajectories, body.next);
+      // What waits is counted above; the list is for reading.
+      const waiting = body.trajectories.filter((one) => one.state !== "trained").slice(0, WAITING);
+      this.show([...waiting, ...body.trajectories.filter((one) => one.state === "trained")], body.next);
     });
   }
 
