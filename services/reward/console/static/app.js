@@ -103,9 +103,16 @@ function connection(text, kind) {
   if (byId("connection").textContent !== text) say(byId("connection"), text, kind);
 }
 
+/** A fault of the page itself: said, and no reason to stop asking. */
+function failed(error) {
+  console.error(error);
+  connection(`Something in this page failed (${error.message}); reload it.`, "bad");
+  return EVERY_MS;
+}
+
 async function watch() {
   for (;;) {
-    const wait = await once();
+    const wait = await once().catch(failed);
     await new Promise((resolve) => {
       wake = resolve;
       setTimeout(resolve, wait);

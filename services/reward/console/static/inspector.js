@@ -1,7 +1,7 @@
 // One trajectory, read token by token.
 
 import { Problem, Unreachable, call } from "./api.js";
-import { byId, clock, h, number, say, short, shortId, whole } from "./dom.js";
+import { byId, clock, h, number, plural, say, short, shortId, whole } from "./dom.js";
 
 const PAGE = 1024;
 
@@ -45,7 +45,6 @@ export class Inspector {
   }
 
   show(view) {
-    const { summary } = view;
     this.largest = view.largest_advantage || 1;
     this.shownTokens = 0;
     this.tokens = h("div", { className: "segments" });
@@ -73,7 +72,7 @@ export class Inspector {
       ["scored under", summary.scored_under === null ? "–" : `preference v${summary.scored_under}`],
       ["trained under", summary.trained_under === null ? "–" : `v${summary.trained_under}${view.preference ? ` ${view.preference}` : ""}`],
       ["update", update],
-      ["lag", summary.lag === null ? "–" : `${summary.lag} updates`],
+      ["lag", summary.lag === null ? "–" : plural(summary.lag, "update")],
       ["versions", view.versions.join(", ") || "–"],
       ["engine", view.engine_id || "–"],
       ["finished", summary.finish_reason ?? "–"],
@@ -151,7 +150,7 @@ export class Inspector {
       ["token", `${token.position}, id ${token.token_id}`],
       ["log-prob", number(token.logprob, 4)],
       ["version", token.version ?? "not sampled"],
-      ["lag", token.lag === null ? "–" : `${token.lag} updates`],
+      ["lag", token.lag === null ? "–" : plural(token.lag, "update")],
       ["advantage", number(token.advantage, 4)],
       ["value", number(token.value, 4)],
       ["ratio", number(token.ratio, 4)],

@@ -40,11 +40,14 @@ export class Preferences {
   /** A version that was not known: loaded at once, unless somebody is moving sliders. */
   async follow(preference) {
     const known = this.current;
+    const untouched = known === null || !this.dirty;
+    if (!untouched && this.notedVersion === preference.version) return;
     await this.readHistory(preference);
-    if (known === null || !this.dirty) {
+    if (untouched) {
+      this.newest = null;
       this.load(preference);
       if (known !== null && this.expected !== preference.version) say(byId("preference-message"), `${this.whose(preference)} is in force now.`, "good");
-    } else if (this.notedVersion !== preference.version) {
+    } else {
       this.notedVersion = preference.version;
       say(byId("preference-message"), `${this.whose(preference)} was stored meanwhile. Reset loads it; applying yours will be refused until then.`, "bad");
       this.newest = preference;
