@@ -10,13 +10,13 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Page, expect
 from pydantic import SecretStr
 
 import sao.board
@@ -27,7 +27,7 @@ from sao.config import RunConfig
 from sao.preference import Preference, PreferenceDocument
 from sao.rows import UpdateRow, read_rows
 from services.reward.preferences import ensure_preference
-from tests.support.browser import DESK, PHONE, Visit, visit
+from tests.support.browser import DESK, PHONE, Visit, answering, visit
 from tests.support.console_run import TASK, TOKENIZER, XSS, apart, console_of, fill_folder, fill_stores
 from tests.support.processes import free_port
 
@@ -63,9 +63,11 @@ def config(run_config: RunConfig, folder: Path) -> RunConfig:
 
 
 @contextlib.contextmanager
-def opened(browser: Browser, url: str, artefacts: Path, size: tuple[int, int] = DESK) -> Iterator[Visit]:
+def opened(
+    browser: Browser, url: str, artefacts: Path, size: tuple[int, int] = DESK, *, absent: Sequence[str] = ()
+) -> Iterator[Visit]:
     """The console with everything shown; at the end nothing was wrong and nobody else was asked."""
-    with visit(browser, f"{url}/console", artefacts, size) as found:
+    with visit(browser, f"{url}/console", artefacts, size, absent=absent) as found:
         expect(found.page.locator("#connection")).to_have_text("live")
         expect(found.page.locator("#trajectories button.row")).to_have_count(13)
         expect(found.page.locator("#history li").first).to_be_visible()
@@ -415,8 +417,10 @@ def test_a_lost_connection_says_since_when_and_comes_back(config: RunConfig, bro
 def test_without_history_dry_run_and_hold_it_says_so_and_still_switches(
     config: RunConfig, browser: Browser, artefacts: Path
 ) -> None:
-    with console_of(config, with_standins=False) as url, opened(browser, url, artefacts) as seen:
+    absent = ["/v1/preferences/history?*", "/v1/preferences:dry-run?*", "/v1/preferences/hold", "/v1/components"]
+    with console_of(config) as url, opened(browser, url, artefacts, absent=absent) as seen:
         page = seen.page
+        expect(page.locator("#hold")).to_be_hidden()
         expect(page.locator("#history-message")).to_contain_text("lists no history")
         expect(page.locator("#history li")).to_have_count(2)
         expect(page.locator("#components-note")).to_contain_text("names")
@@ -425,15 +429,6 @@ def test_without_history_dry_run_and_hold_it_says_so_and_still_switches(
         expect(page.locator("#dry-run")).to_contain_text("cannot try a preference")
         page.locator("#apply").click()
         expect(page.locator("#preference-message")).to_contain_text("Version 3")
-
-
-def answering(status: int, headers: dict[str, str], body: str) -> Callable[[Route], None]:
-    """Answer for the server."""
-
-    def fulfill(route: Route) -> None:
-        route.fulfill(status=status, headers=headers, content_type="application/problem+json", body=body)
-
-    return fulfill
 
 
 def test_a_hold_and_every_refusal_are_told_in_words(config: RunConfig, browser: Browser, artefacts: Path) -> None:

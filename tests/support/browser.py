@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Route, expect, sync_playwright
 
 PHONE = (390, 844)
 DESK = (1280, 900)
@@ -58,9 +59,20 @@ class Visit:
         return width
 
 
+def answering(status: int, headers: dict[str, str], body: str) -> Callable[[Route], None]:
+    """Answers a problem in the server's place."""
+
+    def fulfill(route: Route) -> None:
+        route.fulfill(status=status, headers=headers, content_type="application/problem+json", body=body)
+
+    return fulfill
+
+
 @contextlib.contextmanager
-def visit(browser: Browser, url: str, artefacts: Path, size: tuple[int, int] = DESK) -> Iterator[Visit]:
-    """Open `url`; every error and every request to another origin is noted."""
+def visit(
+    browser: Browser, url: str, artefacts: Path, size: tuple[int, int] = DESK, *, absent: Sequence[str] = ()
+) -> Iterator[Visit]:
+    """Open `url`; every error and every request to another origin is noted. `absent`: paths that answer 404."""
     width, height = size
     touch = width < 600
     context = browser.new_context(
@@ -88,6 +100,9 @@ def visit(browser: Browser, url: str, artefacts: Path, size: tuple[int, int] = D
     page.on("request", on_request)
     page.on("console", on_console)
     page.on("pageerror", lambda error: found.errors.append(str(error)))
+    gone = json.dumps({"title": "Not Found", "status": 404, "detail": "Not Found"})
+    for path in absent:
+        page.route(f"**{path}", answering(404, {}, gone))
     page.goto(url)
     try:
         yield found

@@ -218,7 +218,6 @@ def console_of(
     config: RunConfig,
     *,
     tokenizer: Tokenizer = TOKENIZER,
-    with_standins: bool = True,
 ) -> Iterator[str]:
     """The real reward app over the run's real store, in a thread of its own; yields its URL."""
     listener = socket.create_server((config.reward.bind, config.reward.port))
@@ -235,8 +234,7 @@ def console_of(
                 TASK, board, Health(60.0), config.auth.token, Keeper(board, PreferenceFolder(config.run.dir))
             )
             add_console(app, config, board, streams, tokenizer)
-            if with_standins:
-                put_in_front(app, standins(config.run.dir, TASK, board), config)
+            put_in_front(app, standins(config.run.dir, TASK, board), config)
             server = Server(app, grace_s=1)
             handles.append((asyncio.get_running_loop(), server))
             ready.set()
