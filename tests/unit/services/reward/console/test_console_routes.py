@@ -342,9 +342,9 @@ async def test_a_long_run_is_read_in_the_background_and_answered_within_bounds(t
 
     async def watch() -> None:
         while True:
-            before = time.perf_counter()
+            before = time.thread_time()
             await asyncio.sleep(0.001)
-            holds.append(time.perf_counter() - before)
+            holds.append(time.thread_time() - before)
 
     async with world.client() as client:
         watching = asyncio.ensure_future(watch())
@@ -358,5 +358,5 @@ async def test_a_long_run_is_read_in_the_background_and_answered_within_bounds(t
     assert len(answer.content) < 200_000
     assert curves["latest"]["trajectory"] == 40_000
     assert len(curves["switches"]) == 4
-    # A busy machine may take a moment from the loop; reading in the loop would hold it nearly all of the time.
-    assert sum(hold for hold in holds if hold > 0.05) < 0.1 * sum(holds)
+    # The time that the loop's own thread computed between two turns, which no busy machine lengthens.
+    assert max(holds) < 0.05
