@@ -359,4 +359,4 @@ async def test_a_long_run_is_read_in_the_background_and_answered_within_bounds(t
     assert curves["latest"]["trajectory"] == 40_000
     assert len(curves["switches"]) == 4
     # The time that the loop's own thread computed between two turns, which no busy machine lengthens.
-    assert max(holds) < 0.05
+    assert max(holds, default=1.0) < 0.05
