@@ -5,6 +5,7 @@ The live view, `sao report` and tests read it; it is derived data, the archive i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from pydantic import BaseModel, ConfigDict
 
 CRITIC_ONLY = "critic_only_updates"
 """Metric that counts the updates of the critic alone: it tells the rows and archived steps at update 0 apart."""
+
+
+_BLOCK = 1 << 16
 
 
 class _Row(BaseModel):
@@ -38,6 +42,8 @@ class TrainedRow(_Row):
     action_tokens: int
     turns: int
     finish_reason: str
+    components: dict[str, float] = {}
+    """Raw, as scored; empty in rows of an earlier release."""
 
 
 class UpdateRow(_Row):
@@ -77,3 +83,38 @@ def read_rows(path: Path, start: int = 0) -> Iterator[tuple[UpdateRow, int]]:
                 return
             start += len(line)
             yield UpdateRow.model_validate_json(line), start
+
+
+def read_rows_back(path: Path, end: int | None = None) -> Iterator[tuple[UpdateRow, int, int]]:
+    """Every complete line before byte `end`, newest first, each with its first byte and the offset after it."""
+    for line, start, after in _lines_back(path, end):
+        yield UpdateRow.model_validate_json(line), start, after
+
+
+def find_row(path: Path, trajectory_id: str) -> UpdateRow | None:
+    """The newest row that trained this trajectory; only that one is parsed."""
+    needle = f'"id":"{trajectory_id}"'.encode()
+    found = (UpdateRow.model_validate_json(line) for line, _, _ in _lines_back(path, None) if needle in line)
+    return next((row for row in found if any(one.id == trajectory_id for one in row.trajectories)), None)
+
+
+def _lines_back(path: Path, end: int | None) -> Iterator[tuple[bytes, int, int]]:
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = size if end is None else min(end, size)
+        data, torn = b"", True
+        while start > 0:
+            step = min(_BLOCK, start)
+            start -= step
+            file.seek(start)
+            data = file.read(step) + data
+            if torn:
+                data = data[: data.rfind(b"\n") + 1] or data  # what follows the last complete line is left for later
+                torn = not data.endswith(b"\n")
+            while not torn and (newline := data.rfind(b"\n", 0, len(data) - 1)) >= 0:
+                yield data[newline + 1 :], start + newline + 1, start + len(data)
+                data = data[: newline + 1]
+        if data.endswith(b"\n"):
+            yield data, 0, len(data)

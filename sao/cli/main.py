@@ -13,6 +13,7 @@ from sao.cli.dead import dead
 from sao.cli.prefer import prefer
 from sao.cli.replay import replay
 from sao.cli.score import score
+from sao.cli.trajectories import trajectories
 from sao.cli.weights import weights
 from sao.config import ConfigError, RunConfig, load_run_config
 from sao.config.doubts import doubts
@@ -34,6 +35,7 @@ app.command("prefer")(prefer)
 app.command("replay")(replay)
 app.command("score")(score)
 app.add_typer(dead, name="dead")
+app.add_typer(trajectories, name="trajectories")
 app.add_typer(weights, name="weights")
 
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run's folder; one that holds a run is resumed.")]

@@ -188,6 +188,9 @@ class TrajectoryStreams(Protocol):
     async def claim(self, stream: StreamName, consumer: str, *, idle_ms: int, count: int) -> list[Delivery]:
         """Take over deliveries that nobody has settled for `idle_ms`, this consumer's own among them."""
 
+    async def newest(self, stream: StreamName, *, count: int) -> list[Entry]:
+        """The newest `count` entries, newest first, delivered or not; for looking: nothing is taken."""
+
     async def payload(self, trajectory_id: str) -> bytes | None:
         """The bytes given to `append`; None when they are gone."""
 

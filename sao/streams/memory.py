@@ -20,6 +20,7 @@ from sao.streams.base import (
     DeadLetter,
     DeadTotals,
     Delivery,
+    Entry,
     RequeueStatus,
     StreamDepth,
     StreamFullError,
@@ -195,6 +196,10 @@ class MemoryStreams:
         for waiting in state.rewind.values():
             waiting[:] = [key for key in waiting if key not in idle[:count]]
         return [self._deliver(stream, key, consumer) for key in idle[:count]]
+
+    async def newest(self, stream: StreamName, *, count: int) -> list[Entry]:
+        items = itertools.islice(reversed(self._streams[stream].items.values()), count)
+        return [Entry(item.trajectory_id, dict(item.fields)) for item in items]
 
     async def payload(self, trajectory_id: str) -> bytes | None:
         return self._payloads.get(trajectory_id)

@@ -30,6 +30,7 @@ from sao.streams.base import (
     DeadLetter,
     DeadTotals,
     Delivery,
+    Entry,
     FencedError,
     RequeueStatus,
     StreamDepth,
@@ -157,6 +158,11 @@ class RedisStreams:
 
     async def claim(self, stream: StreamName, consumer: str, *, idle_ms: int, count: int) -> list[Delivery]:
         return await self._reader.claim(stream, consumer, idle_ms=idle_ms, count=count)
+
+    async def newest(self, stream: StreamName, *, count: int) -> list[Entry]:
+        with redis_errors(f"look at {stream.value}"):
+            rows: Any = await self._client.xrevrange(self._keys.stream(stream), count=count)
+        return [Entry(fields.pop("_id"), fields) for fields in (text_fields(raw) for _, raw in rows)]
 
     async def payload(self, trajectory_id: str) -> bytes | None:
         with redis_errors(f"read payload {trajectory_id}"):

@@ -37,6 +37,8 @@ class Status:
     preference: Preference | None
     storage: Sequence[str] = ()
     """What held.py tells of weights, and storage.py of store and spools."""
+    console: str = ""
+    """Where the reward service shows the run to people."""
 
 
 def lines_of(supervisor: Supervisor, engines: dict[str, EngineFacts]) -> list[Line]:
@@ -99,14 +101,20 @@ def other_preference(config: RunConfig, current: Preference | None) -> Preferenc
 
 def switch_command(config: RunConfig, current: Preference | None) -> str:
     """The exact command that switches the preference of the running system."""
-    host = "127.0.0.1" if config.reward.bind in {"0.0.0.0", "::"} else config.reward.bind  # noqa: S104  # compared
     body = json.dumps(other_preference(config, current).model_dump(exclude_defaults=True), ensure_ascii=False)
     token = " -H 'Authorization: Bearer '\"$SAO__AUTH__TOKEN\"" if config.auth.token else ""
     quoted = body.replace("'", "'\\''")
-    return (
-        f"curl -X PUT http://{host}:{config.reward.port}/v1/preferences{token}"
-        f" -H 'Content-Type: application/json' -d '{quoted}'"
-    )
+    return f"curl -X PUT {_reward_url(config)}/v1/preferences{token} -H 'Content-Type: application/json' -d '{quoted}'"
+
+
+def console_url(config: RunConfig) -> str:
+    """Where a browser finds the console."""
+    return f"{_reward_url(config)}/console"
+
+
+def _reward_url(config: RunConfig) -> str:
+    host = "127.0.0.1" if config.reward.bind in {"0.0.0.0", "::"} else config.reward.bind  # noqa: S104  # compared
+    return f"http://{host}:{config.reward.port}"
 
 
 def _shown(value: float | None, form: str) -> str:

@@ -21,7 +21,7 @@ PLAIN_EVERY_S = 5.0
 DRAW_EVERY_S = 0.5
 EVENTS_SHOWN = 6
 PLOT_HEIGHT = 7
-ROOM_BESIDE_PROCESSES = 34
+ROOM_BESIDE_PROCESSES = 35
 """Lines that all but the rows of processes take at most; the end of a view too high for the terminal is cut off."""
 
 
@@ -73,6 +73,7 @@ class PlainLines:
             self._print(f"waiting for the first update ({', '.join(engines) or 'no engine of ours'})")
         else:
             if not self._command_shown:
+                self._print(f"watch and steer it in a browser: {status.console}")
                 self._print(f"switch the preference while it trains: {command}")
                 self._command_shown = True
             self._print("  ".join(f"{name} {value}" for name, value in summary(status.progress)))
@@ -140,6 +141,7 @@ class LiveView:
             parts.append(Text("\n".join(self._events), style="dim", no_wrap=True, overflow="ellipsis"))
         # Broken here with backslashes: where the terminal would wrap it, a copy would not be one command.
         copied = command.replace(" -H ", " \\\n  -H ").replace(" -d ", " \\\n  -d ")
+        parts.append(Text.assemble(("Watch and steer it in a browser: ", "bold"), (status.console, "cyan")))
         parts.append(Text.assemble(("Switch what is rewarded, now:\n", "bold"), (copied, "cyan")))
         parts.append(Text("Ctrl-C stops everything and says how to go on.", style="dim"))
         return Group(*parts)

@@ -14,7 +14,7 @@ from sao.supervisor.board_view import BoardView
 from sao.supervisor.folder import RunFolder
 from sao.supervisor.held import held_notices
 from sao.supervisor.progress import Progress
-from sao.supervisor.status import Status, lines_of, switch_command
+from sao.supervisor.status import Status, console_url, lines_of, switch_command
 from sao.supervisor.storage import storage_notices
 from sao.supervisor.supervisor import Outcome, Supervisor
 from sao.supervisor.tracked import GaveUpError
@@ -110,7 +110,8 @@ class Watch:
         step = initial_model.progress(warm.log_tail(3)) if warm is not None else None
         elapsed_s = time.monotonic() - self._start
         lines = lines_of(self._supervisor, self._engines)
-        return Status(elapsed_s, lines, self._progress, step, self._preference, self._storage)
+        where = console_url(self._config)
+        return Status(elapsed_s, lines, self._progress, step, self._preference, self._storage, console=where)
 
     def _engines_done(self) -> bool:
         """Whether every engine serves the newest version, or has had its time to."""

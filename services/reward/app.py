@@ -20,16 +20,21 @@ from sao.config import ConfigError, RunConfig
 from sao.config.schema import PreferenceBounds
 from sao.problems import Bearer, install
 from sao.rest import Server
+from sao.streams.base import TrajectoryStreams
 from sao.tasks import TaskLoadError, load_task
 from sao.tasks.base import OffersPreferences, Task
 from sao.tasks.tiny_tokenizer import VocabularyError, tokenizer_of_run
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from sao.telemetry.routes import TELEMETRY_PATHS, answer
+from sao.tokenizer import Tokenizer
 from services.reward.alarm_watch import AlarmWatch
 from services.reward.alarms import Alarms
 from services.reward.catalogue import Catalogue, Computes
 from services.reward.changes import PATH
+from services.reward.console.pages import PATH as CONSOLE
+from services.reward.console.pages import pages
+from services.reward.console.routes import ConsoleRoutes
 from services.reward.consumer import Consumer
 from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import PreferenceRoutes, ensure_preference
@@ -90,6 +95,7 @@ def create_app(
                 f"GET {PATH}/hold": "whether changes are held",
                 f"GET {COMPONENTS_PATH}": "what a preference may read, and who computes it",
                 f"POST {SCORE_PATH}": "what one text or trajectory would get; changes nothing",
+                f"GET {CONSOLE}": "the console: a page for people; what it reads are the other routes under /v1",
                 "GET /openapi.json": "the schema of the above",
                 "GET /metrics, /healthz, /readyz": "telemetry",
             },
@@ -100,6 +106,15 @@ def create_app(
     for path in TELEMETRY_PATHS:
         app.add_api_route(path, _telemetry(health), methods=["GET"], include_in_schema=False)
     return app
+
+
+def add_console(
+    app: FastAPI, config: RunConfig, board: Board, streams: TrajectoryStreams, tokenizer: Tokenizer
+) -> None:
+    """The console: its page under /console, and what it reads under /v1."""
+    routes = ConsoleRoutes(config, board, streams, tokenizer)
+    app.include_router(routes.router(), dependencies=[Depends(Bearer(config.auth.token))])
+    app.include_router(pages())
 
 
 def _telemetry(health: Health) -> Callable[[Request], Awaitable[Response]]:
@@ -144,6 +159,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
             catalogue=catalogue,
             scoring=scoring,
         )
+        add_console(app, config, board, streams, tokenizer)
         server = Server(app, grace_s=2)
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.create_server((settings.bind, settings.port), family=family) as listener:

@@ -127,6 +127,7 @@ def _row(taken: Taken) -> TrainedRow:
         action_tokens=trajectory.action_count,
         turns=trajectory.turns,
         finish_reason=metrics.finish_name(trajectory),
+        components=dict(outcome.components),
     )
 
 

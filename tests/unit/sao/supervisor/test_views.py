@@ -16,7 +16,7 @@ from sao.config import load_run_config
 from sao.preference import Preference, PreferenceDocument
 from sao.supervisor.plot import plot, resampled
 from sao.supervisor.progress import Progress
-from sao.supervisor.status import Line, Status, other_preference, summary, switch_command
+from sao.supervisor.status import Line, Status, console_url, other_preference, summary, switch_command
 from sao.supervisor.views import LiveView, PlainLines
 from sao.tasks import load_task
 from tests.support.update_rows import rows_of, trained_row, update_row
@@ -159,7 +159,8 @@ def status(tmp_path: Path) -> Status:
         Line("engine-0", "ready", "http://127.0.0.1:24000", "serving v00000020"),
         Line("trainer", "restarting", "http://127.0.0.1:24001", "started 2 times"),
     ]
-    return Status(12.0, lines, progress, None, None)
+    console = console_url(load_run_config(None, ["reward.bind=0.0.0.0", "reward.port=8123"], env={}))
+    return Status(12.0, lines, progress, None, None, console=console)
 
 
 def test_the_live_view_shows_curve_figures_processes_events_and_the_command(status: Status) -> None:
@@ -173,6 +174,7 @@ def test_the_live_view_shows_curve_figures_processes_events_and_the_command(stat
     text = console.export_text()
     for part in ("█", "v00000020", "http://127.0.0.1:24000", "serving", "starting it again", "curl -X PUT", "Ctrl-C"):
         assert part in text
+    assert "http://127.0.0.1:8123/console" in text
 
 
 def test_lines_about_the_store_are_shown_by_both_views(
@@ -241,10 +243,11 @@ def test_plain_lines_hold_no_control_codes_and_come_every_few_seconds(
     view.tell("engine-0", "ready after 30 s")
 
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3  # the command once, the figures once, the event
-    assert "curl -X PUT" in lines[0]
-    assert "update 20" in lines[1]
-    assert lines[2].endswith("engine-0: ready after 30 s")
+    assert len(lines) == 4  # the console and the command once, the figures once, the event
+    assert lines[0].endswith(": http://127.0.0.1:8123/console")
+    assert "curl -X PUT" in lines[1]
+    assert "update 20" in lines[2]
+    assert lines[3].endswith("engine-0: ready after 30 s")
     assert "\x1b" not in "".join(lines)
 
 
