@@ -8,9 +8,9 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import tomli_w
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
-from sao.config.keys import all_settings
+from sao.config.keys import all_settings, section_of
 from sao.config.overrides import ENVIRONMENT_PREFIX
 from sao.config.schema import ModelSection, RunConfig
 
@@ -37,7 +37,7 @@ def secret_environment(config: RunConfig) -> dict[str, str]:
     """
     secrets: dict[str, str] = {}
     for setting in all_settings():
-        value = getattr(getattr(config, setting.section, None), setting.name, None)
+        value = getattr(section_of(config, setting.section), setting.name, None)
         if setting.secret and isinstance(value, SecretStr):
             secrets[_variable(setting.section, setting.name)] = value.get_secret_value()
     if without_password(config.redis.url) != config.redis.url:
@@ -54,12 +54,20 @@ def without_password(url: str) -> str:
 
 
 def _variable(section: str, key: str) -> str:
-    return f"{ENVIRONMENT_PREFIX}{section.upper()}__{key.upper()}"
+    return ENVIRONMENT_PREFIX + "__".join((*section.upper().split("."), key.upper()))
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: str(value) if isinstance(value, Path) else value
+        key: _plain_value(value)
         for key, value in values.items()
         if value is not None and not isinstance(value, SecretStr)
     }
+
+
+def _plain_value(value: Any) -> Any:  # noqa: ANN401 - whatever a setting holds
+    if isinstance(value, BaseModel):
+        return _plain(dict(value))
+    if isinstance(value, Mapping):
+        return _plain(value)
+    return str(value) if isinstance(value, Path) else value

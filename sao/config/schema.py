@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
 from sao.config.algorithms import ALGORITHM_DEFAULTS, ALGORITHMS, Algorithm, AlgorithmName, conflicts
-from sao.preference import PreferenceDocument
+from sao.preference import ComponentName, Finite, PreferenceDocument
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -231,6 +231,36 @@ class IngestSection(Section):
     """/metrics, /healthz, /readyz; 0: a free port."""
 
 
+class FeedbackSection(Section):
+    component: ComponentName = "feedback"
+    """Its name in preferences; none of the task's own."""
+    low: Finite = 0.0
+    """The least a value may be ..."""
+    high: Finite = 1.0
+    """... and the most."""
+    deadline_s: Positive = 600.0
+    """A trajectory waits this long for its feedback."""
+    waiting_max: Count = 1024
+    """Trajectories that wait at a time; beyond it the oldest expire at once."""
+    on_expiry: Literal["drop", "score_without"] = "drop"
+    """What nobody answered in time: a dead letter, or scored without where the current preference does not read it."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the trajectories that feedback is asked for, chosen by a hash of the id."""
+    unasked: Finite | None = None
+    """The component of every other trajectory; needed when share is below 1."""
+
+    @model_validator(mode="after")
+    def _values_are_declared(self) -> FeedbackSection:
+        if not self.low < self.high:
+            raise wrong_setting(key="low", reason=f"{self.low:g} must lie below high {self.high:g}")
+        if self.share < 1 and self.unasked is None:
+            reason = f"none, and with share {self.share:g} most trajectories are not asked for: what is it then"
+            raise wrong_setting(key="unasked", reason=reason)
+        if self.unasked is not None and not self.low <= self.unasked <= self.high:
+            raise wrong_setting(key="unasked", reason=f"{self.unasked:g} is not within {self.low:g} to {self.high:g}")
+        return self
+
+
 class RewardSection(Section):
     bind: str = "127.0.0.1"
     """Address to listen on."""
@@ -248,6 +278,8 @@ class RewardSection(Section):
     """A delivery unacknowledged for this long is taken over: also the wait before a failed scoring is tried again."""
     max_deliveries: Count = 5
     """Deliveries after which a trajectory that cannot be scored goes to the dead letters."""
+    feedback: FeedbackSection | None = None
+    """A component that a person or a product supplies minutes later (docs/feedback.md); none: there is no such."""
 
 
 class CriticSection(Section):
