@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -77,10 +77,23 @@ class PreferenceDocument(BaseModel):
         return value
 
 
+Origin = Literal["initial", "put", "rollback", "schedule"]
+"""What made a version: the run's start, a person or product, one of them repeating an older one, a scheduled switch."""
+
+
 class Preference(BaseModel):
     """A preference document with the version it was stored under; versions count from 1."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     version: Annotated[int, Field(ge=1)]
     document: PreferenceDocument
+    stored_s: float = 0.0
+    """Unix seconds, by the store's clock, at which it became current; 0: stored by an earlier release."""
+    author: str = ""
+    reason: str = ""
+    client: str = ""
+    """Address of whoever asked for it; empty where nobody did."""
+    origin: Origin = "put"
+    restores: Annotated[int, Field(ge=1)] | None = None
+    """The version that a rollback repeats."""

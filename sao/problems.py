@@ -5,14 +5,49 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterable
 from http import HTTPStatus
+from typing import Any
 
-from pydantic import SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from sao.streams.base import StreamError
+
+
+class Problem(BaseModel):
+    """What every error answers; some have members beside these."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str
+
+
+def problems(*statuses: HTTPStatus) -> dict[int | str, dict[str, Any]]:
+    """`responses=` of a route behind the token: these problem documents, and 401 and 503, which all can answer.
+
+    Say UNPROCESSABLE_ENTITY where the route has parameters or a body: FastAPI documents another schema otherwise.
+    """
+    content = {"application/problem+json": {"schema": Problem.model_json_schema()}}
+    common = (HTTPStatus.UNAUTHORIZED, HTTPStatus.SERVICE_UNAVAILABLE)
+    return {status.value: {"description": status.phrase, "content": content} for status in (*statuses, *common)}
+
+
+def body_of(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
+    """`openapi_extra=` of a route that reads its body itself, bounded, as JSON of this model."""
+    schema = model.model_json_schema()
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+
+
+def answers(model: type[BaseModel], description: str = "OK") -> dict[int | str, dict[str, Any]]:
+    """`responses=` of a route that writes its 200 itself, as JSON of this model."""
+    schema = model.model_json_schema(mode="serialization")
+    return {200: {"description": description, "content": {"application/json": {"schema": schema}}}}
 
 
 class ProblemError(Exception):

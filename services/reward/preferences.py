@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from sao.board.base import Board, PreferenceConflictError
 from sao.config import ConfigError
 from sao.preference import Preference, PreferenceDocument
-from sao.problems import ProblemError, bounded_body, malformed
+from sao.problems import ProblemError, answers, body_of, bounded_body, malformed, problems
 from sao.tasks.base import Task
 from sao.telemetry.logs import get_logger
 from services.reward import metrics
@@ -63,11 +63,18 @@ class PreferenceRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter()
-        schema = PreferenceDocument.model_json_schema()
-        body = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-        router.add_api_route(PATH, self.current, methods=["GET"])
-        router.add_api_route(f"{PATH}/{{version}}", self.by_version, methods=["GET"])
-        router.add_api_route(PATH, self.put, methods=["PUT"], openapi_extra=body)
+        missing, invalid = HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY
+        given = answers(Preference)
+        unchanged = {304: {"description": "If-None-Match names the current version"}}
+        router.add_api_route(PATH, self.current, methods=["GET"], responses=given | unchanged | problems(missing))
+        router.add_api_route(
+            f"{PATH}/{{version}}", self.by_version, methods=["GET"], responses=given | problems(missing, invalid)
+        )
+        refused = problems(
+            HTTPStatus.BAD_REQUEST, HTTPStatus.PRECONDITION_FAILED, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, invalid
+        )
+        body = body_of(PreferenceDocument)
+        router.add_api_route(PATH, self.put, methods=["PUT"], openapi_extra=body, responses=given | refused)
         return router
 
     async def current(self, request: Request) -> Response:

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sao.board.base import EngineFacts
-from sao.problems import ProblemError, bounded_body, malformed
+from sao.problems import ProblemError, body_of, bounded_body, malformed, problems
 from sao.weights.base import UnknownVersionError, VersionStoreError
 from services.weights import views
 from services.weights.fleet import Fleet
@@ -44,13 +44,17 @@ class WeightRoutes:
 
     def router(self) -> APIRouter:
         router = APIRouter()
-        router.add_api_route("/v1/versions", self.versions, methods=["GET"])
-        router.add_api_route("/v1/engines", self.engines, methods=["GET"])
-        router.add_api_route(PATH, self.weights, methods=["GET"])
-        body = {"requestBody": {"content": {"application/json": {"schema": Reason.model_json_schema()}}}}
-        router.add_api_route(f"{PATH}/{{version}}:activate", self.activate, methods=["POST"], openapi_extra=body)
-        router.add_api_route(f"{PATH}/{{version}}:hold", self.hold, methods=["POST"], openapi_extra=body)
-        router.add_api_route(f"{PATH}:resume", self.resume, methods=["POST"], openapi_extra=body)
+        looked = problems()
+        asked = problems(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
+        named = asked | problems(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT)
+        router.add_api_route("/v1/versions", self.versions, methods=["GET"], responses=looked)
+        router.add_api_route("/v1/engines", self.engines, methods=["GET"], responses=looked)
+        router.add_api_route(PATH, self.weights, methods=["GET"], responses=looked)
+        body = body_of(Reason, required=False)
+        one = f"{PATH}/{{version}}"
+        router.add_api_route(f"{one}:activate", self.activate, methods=["POST"], openapi_extra=body, responses=named)
+        router.add_api_route(f"{one}:hold", self.hold, methods=["POST"], openapi_extra=body, responses=named)
+        router.add_api_route(f"{PATH}:resume", self.resume, methods=["POST"], openapi_extra=body, responses=asked)
         return router
 
     async def versions(self) -> list[views.VersionView]:
