@@ -56,7 +56,12 @@ def figures(config: RunConfig) -> list[Figure]:
         ),
         *_feedback(config),
         Figure("payload", payload_bytes(config), "bytes", "of the longest trajectory"),
-        Figure("Redis memory", redis_bytes(config), "bytes", "admitted + awaiting feedback + unacknowledged + dead payloads, at most"),
+        Figure(
+            "Redis memory",
+            redis_bytes(config),
+            "bytes",
+            "admitted + waiting + unacknowledged + dead payloads, at most",
+        ),
         Figure("policy parameters", count, "parameters", "from the checkpoint's headers, or the tiny model's shape"),
         Figure("trainer memory", trainer_bytes(config, count), "bytes", "per rank, without activations, at most"),
         Figure("engine memory", engine_bytes(config, count), "bytes", "weights of one engine, without its cache"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
@@ -24,6 +24,8 @@ from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from sao.telemetry.routes import TELEMETRY_PATHS, answer
 from services.reward.consumer import Consumer
+from services.reward.feedback.desk import Desk
+from services.reward.feedback.routes import FeedbackRoutes
 from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import PATH, PreferenceRoutes, ensure_preference
 from services.reward.retry import patiently
@@ -35,11 +37,22 @@ GRACE_S = 3.0
 log = get_logger(__name__)
 
 
-def create_app(task: Task, board: Board, health: Health, token: SecretStr | None, keeper: Keeper) -> FastAPI:
-    """The HTTP side: preferences under /v1, an index at /, telemetry beside it."""
+def create_app(
+    task: Task,
+    board: Board,
+    health: Health,
+    token: SecretStr | None,
+    keeper: Keeper,
+    *,
+    feedback: FeedbackRoutes | None = None,
+) -> FastAPI:
+    """The HTTP side: preferences and feedback under /v1, an index at /, telemetry beside it."""
+    late = feedback.components if feedback is not None else frozenset()
     app = FastAPI(title="SAO reward", docs_url=None, redoc_url=None)
     install(app, RequestValidationError)
-    app.include_router(PreferenceRoutes(board, task, keeper).router(), dependencies=[Depends(Bearer(token))])
+    app.include_router(PreferenceRoutes(board, task, keeper, late).router(), dependencies=[Depends(Bearer(token))])
+    if feedback is not None:
+        app.include_router(feedback.router(), dependencies=[Depends(Bearer(token))])
 
     async def index() -> dict[str, object]:
         """What this service is, and where to go."""
@@ -47,12 +60,13 @@ def create_app(task: Task, board: Board, health: Health, token: SecretStr | None
         return {
             "service": "reward",
             "task": task.name,
-            "components": sorted(task.components),
+            "components": sorted(task.components | late),
             "preferences_of_the_task": offered,
             "endpoints": {
                 f"GET {PATH}": "the current preference; its ETag is the version",
                 f"GET {PATH}/{{version}}": "an earlier preference",
                 f"PUT {PATH}": "change what is rewarded from the next scoring on; If-Match guards against others",
+                **(feedback.endpoints if feedback is not None else {}),
                 "GET /openapi.json": "the schema of the above",
                 "GET /metrics, /healthz, /readyz": "telemetry",
             },
@@ -81,32 +95,51 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     except (TaskLoadError, VocabularyError) as error:
         raise ConfigError(key="task.name", message=str(error)) from error
     settings = config.reward
+    refuse_ambiguous_feedback(config, task)
     streams, board = sao.streams.connect(config), sao.board.connect(config)
+    desk = Desk(streams.room, board.preference, settings.feedback) if settings.feedback is not None else None
+    feedback = FeedbackRoutes(desk, streams, tokenizer) if desk is not None else None
+    late = settings.feedback.component if settings.feedback is not None else None
     health = Health(stalled_after_s=max(60.0, 3 * settings.component_timeout_s))
     try:
         keeper = Keeper(board, PreferenceFolder(config.run.dir))
         await patiently(keeper.once)
-        await ensure_preference(board, config.preference, task)
-        app = create_app(task, board, health, config.auth.token, keeper)
+        await ensure_preference(board, config.preference, task, frozenset({late} if late else ()))
+        app = create_app(task, board, health, config.auth.token, keeper, feedback=feedback)
         server = Server(app, grace_s=2)
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.create_server((settings.bind, settings.port), family=family) as listener:
             log.info("reward service listens", bind=settings.bind, port=listener.getsockname()[1], task=task.name)
-            scorer = TrajectoryScorer(task, tokenizer, lambda: patiently(board.preference), settings)
-            await _together(server, listener, Consumer(streams, scorer, settings, health), keeper, stop)
+            scorer = TrajectoryScorer(task, tokenizer, lambda: patiently(board.preference), settings, late=late)
+            consumer = Consumer(streams, scorer, settings, health, desk=desk)
+            beside = [keeper.run(), *([desk.run()] if desk is not None else [])]
+            await _together(server, listener, consumer, beside, stop)
     finally:
         await streams.close()
         await board.close()
 
 
+def refuse_ambiguous_feedback(config: RunConfig, task: Task) -> None:
+    """ConfigError when the feedback has the name of a component that the task computes."""
+    feedback = config.reward.feedback
+    if feedback is not None and feedback.component in task.components:
+        msg = f"task {task.name} computes {feedback.component!r} itself: give the feedback a name of its own"
+        raise ConfigError(key="reward.feedback.component", message=msg)
+
+
 async def _together(
-    server: Server, listener: socket.socket, consumer: Consumer, keeper: Keeper, stop: asyncio.Event
+    server: Server,
+    listener: socket.socket,
+    consumer: Consumer,
+    beside: Sequence[Coroutine[Any, Any, None]],
+    stop: asyncio.Event,
 ) -> None:
+    """Until one of them ends by itself, or `stop`; what is `beside` is cancelled then."""
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     consuming = asyncio.ensure_future(consumer.run(stop))
-    keeping = asyncio.ensure_future(keeper.run())
+    others = [asyncio.ensure_future(one) for one in beside]
     stopped = asyncio.ensure_future(stop.wait())
-    parts: set[asyncio.Future[Any]] = {serving, consuming, keeping, stopped}
+    parts: set[asyncio.Future[Any]] = {serving, consuming, stopped, *others}
     try:
         await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         stop.set()

@@ -28,27 +28,29 @@ PATH = "/v1/preferences"
 log = get_logger(__name__)
 
 
-def unknown_components(document: PreferenceDocument, task: Task) -> list[str]:
-    """Components the document reads and the task does not compute."""
-    return sorted(document.components - task.components)
+def unknown_components(document: PreferenceDocument, components: frozenset[str]) -> list[str]:
+    """Components the document reads and the run does not have."""
+    return sorted(document.components - components)
 
 
-async def ensure_preference(board: Board, configured: PreferenceDocument | None, task: Task) -> Preference:
+async def ensure_preference(
+    board: Board, configured: PreferenceDocument | None, task: Task, late: frozenset[str] = frozenset()
+) -> Preference:
     """The current preference; when the run has none yet, `configured` or the task's default becomes version 1.
 
-    Raises ConfigError when it reads components that the task does not compute.
+    Raises ConfigError when it reads components that neither the task computes nor `late` names.
     """
     current = await patiently(board.preference)
     document = current.document if current else configured or task.default_preference
-    if unknown := unknown_components(document, task):
+    if unknown := unknown_components(document, task.components | late):
         origin = f"version {current.version} of this run" if current else "the run file's preference"
-        msg = f"{origin} reads {unknown}, task {task.name} computes {sorted(task.components)}"
+        msg = f"{origin} reads {unknown}, task {task.name} computes {sorted(task.components | late)}"
         raise ConfigError(key="preference", message=msg)
     if current is None:
         try:
             current = await patiently(lambda: board.put_preference(document, if_version=0))
         except PreferenceConflictError:
-            return await ensure_preference(board, configured, task)
+            return await ensure_preference(board, configured, task, late)
     metrics.PREFERENCE_VERSION.set(current.version)
     return current
 
@@ -56,9 +58,11 @@ async def ensure_preference(board: Board, configured: PreferenceDocument | None,
 class PreferenceRoutes:
     """The three routes over one board."""
 
-    def __init__(self, board: Board, task: Task, keeper: Keeper) -> None:
+    def __init__(self, board: Board, task: Task, keeper: Keeper, late: frozenset[str] = frozenset()) -> None:
+        """`late`: components beside the task's own."""
         self._board = board
         self._task = task
+        self._components = task.components | late
         self._keeper = keeper
 
     def router(self) -> APIRouter:
@@ -118,8 +122,8 @@ class PreferenceRoutes:
             document = PreferenceDocument.model_validate_json(body)
         except ValidationError as error:
             raise malformed(error) from error
-        if unknown := unknown_components(document, self._task):
-            known = sorted(self._task.components)
+        if unknown := unknown_components(document, self._components):
+            known = sorted(self._components)
             msg = f"task {self._task.name} does not compute {', '.join(unknown)}; it computes {', '.join(known)}"
             extra: dict[str, object] = {"unknown_components": unknown, "components": known}
             raise ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, msg, extra=extra)

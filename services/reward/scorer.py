@@ -10,7 +10,9 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
 
@@ -31,8 +33,15 @@ Failure = TimedOut | InfraFailed | Invalid
 _BROKEN_OFF = {pb.FINISH_REASON_ABORTED: "aborted", pb.FINISH_REASON_ENV_ERROR: "env_error"}
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Everything is computed but a component that comes later, and the current preference reads it."""
+
+    components: Mapping[str, float]
+
+
 class TrajectoryScorer:
-    """Scores the trajectories of one task; `current_preference` asks the board."""
+    """Scores the trajectories of one task; `current_preference` asks the board, `late` names what comes later."""
 
     def __init__(
         self,
@@ -41,9 +50,11 @@ class TrajectoryScorer:
         current_preference: Callable[[], Awaitable[Preference | None]],
         settings: RewardSection,
         *,
+        late: str | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._task = task
+        self._late = late
         self._tokenizer = tokenizer
         self._current_preference = current_preference
         self._timeout_s = settings.component_timeout_s
@@ -55,8 +66,13 @@ class TrajectoryScorer:
             name: (scorer, ThreadPool[Mapping[str, float]](name, settings.threads)) for name, scorer in scorers.items()
         }
 
-    async def score(self, payload: bytes) -> RewardOutcome:
-        """The outcome for these trajectory bytes; raises only what reading the preference raises."""
+    async def score(
+        self, payload: bytes, given: Mapping[str, float] = MappingProxyType({})
+    ) -> RewardOutcome | Unfinished:
+        """The outcome for these trajectory bytes; raises only what reading the preference raises.
+
+        `given`: components that are known already, beside the task's own.
+        """
         started_s = self._wall_clock()
         preference = await self._current_preference()
         if preference is None:
@@ -74,7 +90,7 @@ class TrajectoryScorer:
             # Invalid first: no retry can help it.
             return min(failures, key=lambda failure: not isinstance(failure, Invalid))
         components = {k: v for result in results if isinstance(result, Mapping) for k, v in result.items()}
-        return self._outcome(components, preference, started_s)
+        return self._outcome(components, given, preference, started_s)
 
     async def _run(self, name: str, trajectory: Trajectory) -> Mapping[str, float] | Failure:
         scorer, pool = self._scorers[name]
@@ -89,22 +105,33 @@ class TrajectoryScorer:
             log.warning("scorer failed", component=name, trajectory=trajectory.id, exc_info=error)
             return InfraFailed(component=name, reason=f"{type(error).__name__}: {error}"[:500])
 
-    def _outcome(self, raw: Mapping[str, float], preference: Preference, started_s: float) -> RewardOutcome:
+    def _outcome(
+        self, raw: Mapping[str, float], given: Mapping[str, float], preference: Preference, started_s: float
+    ) -> RewardOutcome | Unfinished:
         if raw.keys() != self._task.components:
             found, expected = sorted(raw), sorted(self._task.components)
             return InfraFailed(component="score", reason=f"task {self._task.name} gave {found}, declares {expected}")
         try:
-            components = {name: float(value) for name, value in raw.items()}
+            components = {name: float(value) for name, value in raw.items()} | dict(given)
         except (TypeError, ValueError) as error:
             return InfraFailed(component="score", reason=f"not every component is a number: {error}")
         for name, value in components.items():
             if not math.isfinite(value):
                 return InfraFailed(component=name, reason=f"{name} is {value}, expected a finite number")
-        try:
-            value = preference.document.value(components)
-        except (KeyError, ValueError, OverflowError) as error:
-            return InfraFailed(component="preference", reason=f"version {preference.version}: {error}")
-        for name, component in components.items():
-            metrics.COMPONENT_VALUE.labels(name).observe(component)
-        metrics.VALUE.observe(value)
-        return Scored(components=components, value=value, scored_under=preference.version, scoring_started_s=started_s)
+        if self._late in preference.document.components - components.keys():
+            return Unfinished(components)
+        return evaluate(components, preference, started_s)
+
+
+def evaluate(components: Mapping[str, float], preference: Preference, started_s: float) -> Scored | InfraFailed:
+    """The reward of these components; read the preference after the moment `started_s`."""
+    try:
+        value = preference.document.value(components)
+    except (KeyError, ValueError, OverflowError) as error:
+        return InfraFailed(component="preference", reason=f"version {preference.version}: {error}")
+    for name, component in components.items():
+        metrics.COMPONENT_VALUE.labels(name).observe(component)
+    metrics.VALUE.observe(value)
+    return Scored(
+        components=dict(components), value=value, scored_under=preference.version, scoring_started_s=started_s
+    )
