@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from typing import Any
 import httpx
 
 from bench.comparison import draw_comparison
+from bench.feedback import run as late_feedback
 from bench.fuzz.run import Share
 from bench.fuzz.run import fuzz as fuzz_services
 from bench.soak.run import soak as soak_services
@@ -189,6 +191,31 @@ def transitions(case: str, run: Path) -> dict[str, Any]:
     return kill_engine_in(EngineState(case), run)
 
 
+LATE_FEEDBACK = {"lag-4": 4, "lag-1000": 1000}
+"""trainer.max_lag: with the preset's own, what is three minutes late is stale; with the other it trains."""
+
+
+def feedback(case: str, run: Path) -> dict[str, Any]:
+    """Bar: one trajectory in five waits for feedback. Fifty of them are answered three minutes late, the others never:
+    each of the fifty is trained on, stale or expired, by name; what nobody answers expires; every trajectory is
+    accounted for. Meanwhile more of them wait than admission would allow, no half minute has fewer than half the median
+    one's updates, and no two updates are more than 15 s apart.
+    """
+    sets = [*late_feedback.SETTINGS, f"trainer.max_lag={LATE_FEEDBACK[case]}", "checkpoint.every_updates=25"]
+    arguments = [word for text in sets for word in ("--set", text)]
+    process = start(run, "0", "--preset", "tiny-writing", "--updates", "1000000", *arguments)
+    try:
+        wait_for(lambda: any(read_rows(run / "updates.jsonl")), process)
+        config = load_run_config(run / "run.toml", env={})
+        answers = late_feedback.answer_late(config, run, lambda: process.poll() is None)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=120)
+    found = late_feedback.judge(config, run, answers)
+    enough = case != "lag-4" or found["waiting_peak"] > found["admission_limit"]
+    return {**found, "passed": found["passed"] and enough}
+
+
 WEIGHTS = {
     "failures": provoke_failures,
     "fleet": publish_to_a_fleet,
@@ -225,6 +252,7 @@ PROOFS: dict[str, Proof] = {
     "streaming": Proof(streaming),
     "preference": Proof(preference),
     "engines": Proof(engines),
+    "feedback": Proof(feedback, tuple(LATE_FEEDBACK)),
     "fuzz": Proof(fuzz, tuple(map(str, range(FUZZ_BLOCKS)))),
     "soak": Proof(soak, ("0",)),
     "transitions": Proof(transitions, tuple(state.value for state in EngineState)),
