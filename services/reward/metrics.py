@@ -51,3 +51,6 @@ FEEDBACK_DELAY = Histogram(
     "From the parking of a trajectory to its answer; 0 where that was early.",
     buckets=(0.1, 1, 5, 15, 60, 120, 300, 600, 1800, 3600, 14400),
 )
+ADAPTATION = Gauge(
+    "sao_reward_adaptation_seconds", "Of the last switch: from its PUT until a trajectory was scored under it, here."
+)

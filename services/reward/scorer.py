@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
 
+from sao.adaptation import FirstUse
 from sao.config.schema import RewardSection
 from sao.outcome import InfraFailed, Invalid, RewardOutcome, Scored, TimedOut
 from sao.preference import Preference
@@ -55,6 +56,7 @@ class TrajectoryScorer:
     ) -> None:
         self._task = task
         self._late = late
+        self._first_use = FirstUse(wall_clock)
         self._tokenizer = tokenizer
         self._current_preference = current_preference
         self._timeout_s = settings.component_timeout_s
@@ -120,7 +122,10 @@ class TrajectoryScorer:
                 return InfraFailed(component=name, reason=f"{name} is {value}, expected a finite number")
         if self._late in preference.document.components - components.keys():
             return Unfinished(components)
-        return evaluate(components, preference, started_s)
+        outcome = evaluate(components, preference, started_s)
+        if isinstance(outcome, Scored) and (seconds := self._first_use.seconds(preference)) is not None:
+            metrics.ADAPTATION.set(seconds)
+        return outcome
 
 
 def evaluate(components: Mapping[str, float], preference: Preference, started_s: float) -> Scored | InfraFailed:

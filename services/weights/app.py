@@ -111,6 +111,7 @@ def build_fleet(
         keep_versions=config.weights.keep_versions,
         holds=Holds(ControlFile(config.versions_dir / CONTROL_FILE)),
         drift_max=drift if drift != "off" else None,
+        run_dir=config.run.dir,
     )
     settings = KeeperSettings(
         attempts=config.weights.round_attempts,

@@ -28,6 +28,7 @@ from services.weights.preflight import (
     manifest_layout,
 )
 from services.weights.rounds import Evidence, RoundTimings
+from services.weights.servings import Servings
 from services.weights.staging import Staging
 
 log = get_logger(__name__)
@@ -70,9 +71,11 @@ class Fleet:
         keep_versions: int,
         holds: Holds,
         drift_max: float | None = None,
+        run_dir: Path | None = None,
     ) -> None:
-        """`drift_max`: see `guards.doubt`."""
+        """`drift_max`: see `guards.doubt`; `run_dir`: see `servings`."""
         self.board = board
+        self.servings = Servings(board, run_dir)
         self.store = store
         self.holds = holds
         self.staging = Staging(store)

@@ -18,7 +18,7 @@ from sao.tasks.tiny_tokenizer import tokenizer_of_run
 from sao.tokenizer import Tokenizer
 from sao.trajectory import Trajectory
 from sao.v1 import trajectory_pb2 as pb
-from services.reward.scorer import TrajectoryScorer
+from services.reward.scorer import TrajectoryScorer, Unfinished
 from tests.support.scored_tasks import SETTINGS, SteeredTask, TwoScorersTask, always, trajectory
 
 TOKENIZER = tokenizer_of_run(None, Calculator())
@@ -35,7 +35,9 @@ async def outcome_of(
     await board.put_preference(preference or task.default_preference)
     settings = SETTINGS.model_copy(update={"component_timeout_s": timeout_s})
     scorer = TrajectoryScorer(task, TOKENIZER, board.preference, settings, wall_clock=lambda: 12.5)
-    return await scorer.score(trajectory().message.SerializeToString() if payload is None else payload)
+    outcome = await scorer.score(trajectory().message.SerializeToString() if payload is None else payload)
+    assert not isinstance(outcome, Unfinished)
+    return outcome
 
 
 def raising(error: Exception) -> SteeredTask:
