@@ -198,8 +198,8 @@ LATE_FEEDBACK = {"lag-4": 4, "lag-1000": 1000}
 def feedback(case: str, run: Path) -> dict[str, Any]:
     """Bar: one trajectory in five waits for feedback. Fifty of them are answered three minutes late, the others never:
     each of the fifty is trained on, stale or expired, by name; what nobody answers expires; every trajectory is
-    accounted for. Meanwhile more of them wait than admission would allow, no half minute has fewer than half the median
-    one's updates, and no two updates are more than 15 s apart.
+    accounted for, over a stop of all and a start in the middle of it. Meanwhile more of them wait than admission would
+    allow, no half minute has fewer than half the median one's updates, and no two updates are more than 15 s apart.
     """
     sets = [*late_feedback.SETTINGS, f"trainer.max_lag={LATE_FEEDBACK[case]}", "checkpoint.every_updates=25"]
     arguments = [word for text in sets for word in ("--set", text)]
@@ -211,6 +211,8 @@ def feedback(case: str, run: Path) -> dict[str, Any]:
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(timeout=120)
+    last = max(row.update for row, _ in read_rows(run / "updates.jsonl"))
+    finish(start(run, "0", "--updates", str(last + 10)), run)
     found = late_feedback.judge(config, run, answers)
     enough = case != "lag-4" or found["waiting_peak"] > found["admission_limit"]
     return {**found, "passed": found["passed"] and enough}

@@ -26,9 +26,14 @@ from schemathesis.checks import (
 from schemathesis.core.result import Ok
 
 from sao.board.memory import MemoryBoard
+from sao.config.schema import FeedbackSection
+from sao.streams.memory import MemoryStreams
+from sao.tasks.tiny_tokenizer import tokenizer_of_run
 from sao.tasks.writing import Writing
 from sao.telemetry.health import Health
 from services.reward.app import create_app
+from services.reward.feedback.desk import Desk
+from services.reward.feedback.routes import FeedbackRoutes
 from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.weights.app import build_app
 from tests.unit.services.weights.world import World
@@ -56,7 +61,10 @@ def reward(run_dir: Path, token: SecretStr) -> FastAPI:
             await board.put_preference(document)
 
     asyncio.run(store())
-    return create_app(task, board, Health(60.0), token, Keeper(board, PreferenceFolder(run_dir)))
+    streams = MemoryStreams(MemoryBoard(claimed=True))
+    desk = Desk(streams.room, board.preference, FeedbackSection())
+    feedback = FeedbackRoutes(desk, streams, tokenizer_of_run(None, task))
+    return create_app(task, board, Health(60.0), token, Keeper(board, PreferenceFolder(run_dir)), feedback=feedback)
 
 
 def weights(run_dir: Path, token: SecretStr) -> FastAPI:

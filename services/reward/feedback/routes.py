@@ -142,12 +142,10 @@ class FeedbackRoutes:
         """Say what one trajectory is worth; durable when answered 200."""
         body = await self._body(request)
         if not self._desk.asks_for(body.trajectory):
-            metrics.FEEDBACK_REFUSED.labels("not_asked").inc()
-            share = self._desk.settings.share
-            msg = (
-                f"trajectory {body.trajectory} is not among those that are asked for (reward.feedback.share {share:g})"
-            )
-            raise ProblemError(HTTPStatus.GONE, msg, extra={"fate": "not_asked"})
+            if not await self._streams.recognised([body.trajectory]):
+                raise _refusal(Heard.UNKNOWN.value, *_REFUSALS[Heard.UNKNOWN], body.trajectory)
+            fate = "not_asked"
+            raise _refusal(fate, HTTPStatus.GONE, NOT_ASKED, body.trajectory)
         heard = await self._desk.answer(body.trajectory, body.value, author=author, reason=reason)
         if heard in _REFUSALS:
             raise _refusal(heard.value, *_REFUSALS[heard], body.trajectory)
