@@ -64,7 +64,7 @@ class Reception:
     @contextlib.asynccontextmanager
     async def consuming(self) -> AsyncIterator[None]:
         """Trajectories are scored, or parked, until the block ends."""
-        settings = SETTINGS.model_copy(update={"consumer": self.consumer})
+        settings = SETTINGS.model_copy(update={"consumer": self.consumer, "claim_idle_s": 30.0})
         late = self.settings.component
         scorer = TrajectoryScorer(
             self.task, TOKENIZER, self.board.preference, settings, late=late, wall_clock=lambda: self.now_s
@@ -82,9 +82,10 @@ class Reception:
     async def consume(self) -> None:
         """Score or park what is on TRAJECTORIES now."""
         async with self.consuming():
-            await eventually(self._nothing_left, what="an empty trajectories stream")
+            await eventually(self.nothing_left, what="an empty trajectories stream")
 
-    async def _nothing_left(self) -> bool:
+    async def nothing_left(self) -> bool:
+        """Whether TRAJECTORIES is empty."""
         return (await self.streams.depth(StreamName.TRAJECTORIES)).length == 0
 
     async def waiting(self) -> list[str]:
