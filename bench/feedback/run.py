@@ -18,6 +18,7 @@ import redis
 from sao.accepted import accepted
 from sao.config import RunConfig
 from sao.rows import UpdateRow, read_rows
+from services.trainer.drops import read_drops
 from tests.chaos.audit import Evidence, audit
 from tests.chaos.evidence import gather
 from tests.support.valkey import valkey
@@ -58,18 +59,18 @@ class Answers:
 class Person:
     """Answers the first trajectories that began to wait after the policy began to move, each LATE_S later."""
 
-    def __init__(self, config: RunConfig, rows_file: Path) -> None:
+    def __init__(self, config: RunConfig, run: Path) -> None:
         self._url = f"http://127.0.0.1:{config.reward.port}"
-        self._rows_file = rows_file
+        self._run = run
         self._since: dict[str, float] = {}
         self._due: dict[str, float] = {}
         self.answers = Answers()
 
     def look(self, client: httpx.Client) -> bool:
-        """Note who waits, answer who is due; whether all answers are given and enough others have expired."""
+        """Note who waits, answer who is due; whether all is answered and dealt with, and others have expired."""
         found = client.get(f"{self._url}/v1/feedback", params={"limit": 100}).raise_for_status().json()
         self.answers.waiting_peak = max(self.answers.waiting_peak, found["waiting"])
-        began_s = next((row.finished_s for row in policy_rows(self._rows_file)), None)
+        began_s = next((row.finished_s for row in policy_rows(self._run / "updates.jsonl")), None)
         for one in found["trajectories"]:
             self._since[one["trajectory"]] = one["since_s"]
             if began_s is not None and one["since_s"] >= began_s and len(self._due) < ANSWERS:
@@ -79,7 +80,12 @@ class Person:
                 self._answer(client, trajectory, since_s)
         never = [since_s for one, since_s in self._since.items() if one not in self._due]
         expired = sum(time.time() - since_s > DEADLINE_S + 2 for since_s in never)
-        return len(self.answers.late_s) == ANSWERS and expired >= EXPIRED and time.time() - self.answers.last_s > 15
+        return len(self.answers.late_s) == ANSWERS and expired >= EXPIRED and self.answers.late_s.keys() <= self._past()
+
+    def _past(self) -> set[str]:
+        """Ids that the trainer has done with."""
+        trained = {one.id for row, _ in read_rows(self._run / "updates.jsonl") for one in row.trajectories}
+        return trained | {drop.trajectory for drop in read_drops(self._run / "dropped.jsonl")}
 
     def _answer(self, client: httpx.Client, trajectory: str, since_s: float) -> None:
         said = {"trajectory": trajectory, "value": float(len(self.answers.late_s) % 2)}
@@ -92,7 +98,7 @@ class Person:
 
 def answer_late(config: RunConfig, run: Path, running: Callable[[], bool], timeout_s: float = 1500) -> Answers:
     """Until all is answered, and enough others have expired; RuntimeError when the run ends before that."""
-    person = Person(config, run / "updates.jsonl")
+    person = Person(config, run)
     deadline = time.monotonic() + timeout_s
     with httpx.Client(timeout=10) as client:
         while not person.look(client):

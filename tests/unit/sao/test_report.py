@@ -65,11 +65,10 @@ def test_each_switch_is_told_with_its_four_times(folder: RunFolder) -> None:
     report = write_report(folder.root)
 
     assert report is not None
-    assert adaptation_lines(report) == [
-        "switch 2, classical: scored after 2.0 s, trained after 3.5 s, serving after 6.5 s, reward back after 52.5 s "
-        "(50 updates)",
-        "switch 3, nobody's: scored never, trained never, serving never, reward back never",
-    ]
+    second, third = adaptation_lines(report)
+    assert second.startswith("switch 2, classical: scored after 2.0 s, trained after 3.5 s, serving after 6.5 s, ")
+    assert second.endswith("reward back after 52.5 s (50 updates)")
+    assert third == "switch 3, nobody's: scored never, trained never, serving never, reward back never"
     assert [one["version"] for one in json.loads(folder.report_file.read_text())["preference"]["adaptation"]] == [2, 3]
 
 
