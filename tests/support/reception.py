@@ -45,6 +45,7 @@ class Reception:
     now_s: float = 1_000_000.0
     task: Task = field(default_factory=always)
     consumer: str = "reward-0"
+    claim_idle_s: float = 30.0
     room: WaitingRoom | None = None
     """Another view of the streams' room, where a test wants one."""
 
@@ -64,7 +65,7 @@ class Reception:
     @contextlib.asynccontextmanager
     async def consuming(self) -> AsyncIterator[None]:
         """Trajectories are scored, or parked, until the block ends."""
-        settings = SETTINGS.model_copy(update={"consumer": self.consumer, "claim_idle_s": 30.0})
+        settings = SETTINGS.model_copy(update={"consumer": self.consumer, "claim_idle_s": self.claim_idle_s})
         late = self.settings.component
         scorer = TrajectoryScorer(
             self.task, TOKENIZER, self.board.preference, settings, late=late, wall_clock=lambda: self.now_s
