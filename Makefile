@@ -3,7 +3,7 @@
 # make test    setup, then every test
 # make check   style, types, wire contract
 # make chaos ROUNDS=100   kill, stop, cut off and damage what runs, then account for every trajectory (docs/chaos.md)
-# make prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability | prove-fuzz | prove-soak | prove-transitions | prove-weights | prove-online | prove-judge | prove-preferences-api   the README's claims (minutes a seed)
+# make prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability | prove-fuzz | prove-soak | prove-transitions | prove-weights | prove-online | prove-judge | prove-preferences-api | prove-feedback   the README's claims (minutes a seed)
 PYTHON ?= python3.11
 PRESET ?= tiny
 ARGS ?=
@@ -12,7 +12,7 @@ BIN := .venv/bin
 CODE := sao services tests engine/sglang_cpuref tools bench
 export OMP_NUM_THREADS := 1
 
-PROOFS := prove-learning prove-streaming prove-preference prove-engines prove-stability prove-fuzz prove-soak prove-transitions prove-weights prove-online prove-judge prove-put
+PROOFS := prove-learning prove-streaming prove-preference prove-engines prove-stability prove-fuzz prove-soak prove-transitions prove-weights prove-online prove-judge prove-put prove-feedback
 
 .PHONY: $(PROOFS) prove-preferences-api help setup run test browser chaos check format proto locks clean
 

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ import httpx
 
 from bench import online as styles
 from bench.comparison import draw_comparison
+from bench.feedback import run as late_feedback
 from bench.fuzz.run import Share
 from bench.fuzz.run import fuzz as fuzz_services
 from bench.judge.run import prove as prove_judge
@@ -240,6 +242,33 @@ def judge(_case: str, run: Path) -> dict[str, Any]:
     return asyncio.run(prove_judge(run))
 
 
+LATE_FEEDBACK = {"lag-4": 4, "lag-1000": 1000}
+"""trainer.max_lag: with the preset's own, what is three minutes late is stale; with the other it trains."""
+
+
+def feedback(case: str, run: Path) -> dict[str, Any]:
+    """Bar: one trajectory in five waits for feedback. Fifty of them are answered three minutes late, the others never:
+    each of the fifty is trained on, stale or expired, by name; what nobody answers expires; every trajectory is
+    accounted for, over a stop of all and a start in the middle of it. Meanwhile more of them wait than admission would
+    allow, no half minute has fewer than half the median one's updates, and no two updates are more than 15 s apart.
+    """
+    sets = [*late_feedback.SETTINGS, f"trainer.max_lag={LATE_FEEDBACK[case]}", "checkpoint.every_updates=25"]
+    arguments = [word for text in sets for word in ("--set", text)]
+    process = start(run, "0", "--preset", "tiny-writing", "--updates", "1000000", *arguments)
+    try:
+        wait_for(lambda: any(read_rows(run / "updates.jsonl")), process)
+        config = load_run_config(run / "run.toml", env={})
+        answers = late_feedback.answer_late(config, run, lambda: process.poll() is None)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=120)
+    last = max(row.update for row, _ in read_rows(run / "updates.jsonl"))
+    finish(start(run, "0", "--updates", str(last + 10)), run)
+    found = late_feedback.judge(config, run, answers)
+    enough = case != "lag-4" or found["waiting_peak"] > found["admission_limit"]
+    return {**found, "passed": found["passed"] and enough}
+
+
 WEIGHTS = {
     "failures": provoke_failures,
     "fleet": publish_to_a_fleet,
@@ -282,6 +311,7 @@ PROOFS: dict[str, Proof] = {
     "streaming": Proof(streaming),
     "preference": Proof(preference),
     "engines": Proof(engines),
+    "feedback": Proof(feedback, tuple(LATE_FEEDBACK)),
     "fuzz": Proof(fuzz, tuple(map(str, range(FUZZ_BLOCKS)))),
     "put": Proof(put, ("0",)),
     "soak": Proof(soak, ("0",)),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from statistics import fmean
 
 from pydantic import BaseModel, ConfigDict
 
+from sao.preference import Preference
 from sao.rows import TrainedRow, UpdateRow
 
 WINDOW = 100
@@ -27,6 +30,33 @@ class CurvePoint(BaseModel):
     reward: float
     moving_average: float
     """Mean of the last WINDOW rewards."""
+
+
+RECOVERY_WINDOW, RECOVERED = 50, 0.8
+"""Trajectories over which a reward's level is a mean, and the share of the level before a switch that is recovery."""
+
+
+class Adaptation(BaseModel):
+    """How the run followed one preference; seconds count from its PUT, none: it did not come to that."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: int
+    name: str
+    stored_s: float
+    """Unix seconds of the PUT."""
+    first_scored_s: float | None
+    """Until the scoring of a trajectory under it began; of those that were trained on."""
+    first_trained_s: float | None
+    """Until the end of the first update with a trajectory trained under it."""
+    first_served_s: float | None
+    """Until an engine was verified to serve the first version with that update in it."""
+    recovered_s: float | None
+    """Until the mean of RECOVERY_WINDOW rewards under it is at least RECOVERED of the level before it."""
+    recovered_updates: int | None
+    """The same in policy updates."""
+    level_before: float | None
+    """Mean of the last RECOVERY_WINDOW rewards before it; none: there were fewer, or it was not above 0."""
 
 
 class PreferenceSwitch(BaseModel):
@@ -110,6 +140,88 @@ def preference_switches(rows: Sequence[UpdateRow]) -> list[PreferenceSwitch]:
             )
         current = trajectory.scored_under if current is None else max(current, trajectory.scored_under)
     return switches
+
+
+class Recovery:
+    """Follows the rewards in training order, and tells when the level of before a switch is back."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=RECOVERY_WINDOW)
+        self._since: deque[float] = deque(maxlen=RECOVERY_WINDOW)
+        self._version: int | None = None
+        self.level: float | None = None
+        """Before the switch that is being followed."""
+        self._recovered = True
+
+    def observe(self, reward: float, trained_under: int) -> bool:
+        """Take in the next trajectory's; whether its preference has recovered with it."""
+        if self._version is not None and trained_under > self._version:
+            level = fmean(self._recent) if len(self._recent) == RECOVERY_WINDOW else 0.0
+            self.level = level if level > 0 else None
+            self._since.clear()
+            self._recovered = self.level is None
+        self._version = max(self._version or trained_under, trained_under)
+        self._recent.append(reward)
+        if trained_under == self._version:
+            self._since.append(reward)
+        full = len(self._since) == RECOVERY_WINDOW
+        if self._recovered or self.level is None or not full or fmean(self._since) < RECOVERED * self.level:
+            return False
+        self._recovered = True
+        return True
+
+
+@dataclass
+class _Course:
+    """How the reward went under one preference."""
+
+    update_before: int
+    level: float | None
+    recovered: UpdateRow | None = None
+
+
+def adaptations(
+    rows: Sequence[UpdateRow], preferences: Sequence[Preference], served: Mapping[str, float]
+) -> list[Adaptation]:
+    """One for each preference but the first whose time is known; `served`: Unix seconds by version."""
+    recovery, courses = Recovery(), dict[int, _Course]()
+    for row, trajectory in trained(rows):
+        back = recovery.observe(trajectory.reward, trajectory.trained_under)
+        newest = max(courses, default=0)
+        if trajectory.trained_under > newest:
+            newest = trajectory.trained_under
+            courses[newest] = _Course(row.update - (not row.critic_only), recovery.level)
+        if back:
+            courses[newest].recovered = row
+    return [
+        _adaptation(one, rows, served, courses.get(one.version, _Course(0, None)))
+        for one in sorted(preferences, key=lambda preference: preference.version)[1:]
+        if one.stored_s > 0
+    ]
+
+
+def _adaptation(
+    preference: Preference, rows: Sequence[UpdateRow], served: Mapping[str, float], course: _Course
+) -> Adaptation:
+    version, recovered = preference.version, course.recovered
+    scored = [one.scoring_started_s for _, one in trained(rows) if one.scored_under == version]
+    after = [n for n, row in enumerate(rows) if any(one.trained_under == version for one in row.trajectories)]
+    serving = [served[row.version] for row in rows[after[0] :] if row.version in served] if after else []
+
+    def since(at_s: float | None) -> float | None:
+        return None if at_s is None else max(at_s - preference.stored_s, 0.0)
+
+    return Adaptation(
+        version=version,
+        name=preference.document.name,
+        stored_s=preference.stored_s,
+        first_scored_s=since(min(scored, default=None)),
+        first_trained_s=since(rows[after[0]].finished_s if after else None),
+        first_served_s=since(min(serving, default=None)),
+        recovered_s=since(recovered.finished_s if recovered is not None else None),
+        recovered_updates=recovered.update - course.update_before if recovered is not None else None,
+        level_before=course.level,
+    )
 
 
 def lag_histogram(rows: Sequence[UpdateRow]) -> dict[int, int]:

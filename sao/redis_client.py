@@ -75,6 +75,41 @@ class RunKeys:
         return self.key("unconsumed")
 
     @property
+    def waiting(self) -> str:
+        """Id -> fields of what waits for feedback (sao.streams.room)."""
+        return self.key("waiting")
+
+    @property
+    def waiting_since(self) -> str:
+        """The same ids, scored by the Unix millisecond at which each was parked."""
+        return self.key("waiting-since")
+
+    @property
+    def answers(self) -> str:
+        """Id -> feedback: its value, a line feed, JSON."""
+        return self.key("answers")
+
+    @property
+    def answers_kept(self) -> str:
+        """Ids whose answer is not joined, scored by the millisecond at which it came."""
+        return self.key("answers-kept")
+
+    @property
+    def answers_ready(self) -> str:
+        """Those of them that wait."""
+        return self.key("answers-ready")
+
+    @property
+    def answers_joined(self) -> str:
+        """Ids whose answer is joined, scored by the millisecond of that."""
+        return self.key("answers-joined")
+
+    @property
+    def answers_expired(self) -> str:
+        """Ids that nobody answered in time, scored by the millisecond of their burial."""
+        return self.key("answers-expired")
+
+    @property
     def cursor(self) -> str:
         """The next slot that was never leased (sao.streams.dispatch says what a slot is)."""
         return self.key("cursor")

@@ -1,6 +1,7 @@
 """The report of a run: what was learned, how stale, how fast, and what was lost, computed from the run folder.
 
-Everything comes from updates.jsonl, timeline.jsonl and run.toml, so `sao report` gives the same again at any time.
+Everything comes from updates.jsonl, timeline.jsonl, served.jsonl, the preferences and run.toml of the run's folder, so
+`sao report` gives the same again at any time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from sao.adaptation import first_served, kept_preferences
 from sao.curves import (
     WINDOW,
+    Adaptation,
     CurvePoint,
     PreferenceSwitch,
+    adaptations,
     dropped,
     effective_rows,
     first_consumed_s,
@@ -81,6 +85,8 @@ class PreferenceSummary(_Part):
     scored_under: list[int]
     """Preference version of each trajectory, in training order."""
     trained_under: list[int]
+    adaptation: list[Adaptation]
+    """How the run followed each switch."""
 
 
 class Machine(_Part):
@@ -166,6 +172,7 @@ def make_report(root: Path) -> tuple[Report, list[UpdateRow]] | None:
             switches=preference_switches(rows),
             scored_under=[trajectory.scored_under for _, trajectory in pairs],
             trained_under=[trajectory.trained_under for _, trajectory in pairs],
+            adaptation=adaptations(rows, kept_preferences(root), first_served(root)),
         ),
         wall=wall_times(timeline, rows),
         throughput=Throughput(
@@ -181,6 +188,22 @@ def make_report(root: Path) -> tuple[Report, list[UpdateRow]] | None:
         config=config,
     )
     return report, rows
+
+
+def adaptation_lines(report: Report) -> list[str]:
+    """How the run followed each switch, a line each."""
+    lines = []
+    for one in report.preference.adaptation:
+        steps = [
+            ("scored", one.first_scored_s),
+            ("trained", one.first_trained_s),
+            ("serving", one.first_served_s),
+            ("reward back", one.recovered_s),
+        ]
+        told = ", ".join(f"{name} {'never' if at is None else f'after {at:.1f} s'}" for name, at in steps)
+        updates = f" ({one.recovered_updates} updates)" if one.recovered_updates is not None else ""
+        lines.append(f"switch {one.version}, {one.name}: {told}{updates}")
+    return lines
 
 
 def write_report(root: Path) -> Report | None:

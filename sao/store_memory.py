@@ -10,11 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from sao.config.schema import RedisSection
 from sao.streams.base import DeadEvent, DeadTotals, StreamDepth, StreamName, TrajectoryStreams
+from sao.streams.room import RoomUse
 
 _MIB = 2**20
 _MUCH = 0.25
@@ -43,6 +44,8 @@ class StoreUse:
     scored: StreamDepth
     unconsumed: int
     dead: DeadTotals
+    feedback: RoomUse = field(default_factory=RoomUse)
+    """What waits for feedback; it is not counted in `unconsumed`."""
 
 
 async def read_use(streams: TrajectoryStreams) -> StoreUse:
@@ -53,6 +56,7 @@ async def read_use(streams: TrajectoryStreams) -> StoreUse:
         scored=await streams.depth(StreamName.SCORED),
         unconsumed=await streams.unconsumed(),
         dead=await streams.dead_totals(),
+        feedback=await streams.room.use(),
     )
 
 
@@ -66,10 +70,11 @@ def pressure(share: float, settings: RedisSection) -> Pressure:
 def contents(use: StoreUse) -> str:
     """Who has how much of it, in one line."""
     waiting, scored = use.trajectories, use.scored
+    parked = f"{use.feedback.waiting} that wait for feedback; " if use.feedback.waiting else ""
     return (
         f"{waiting.length} trajectories on the way through the reward service, oldest {waiting.oldest_age_s:.0f} s; "
         f"{scored.length} scored ones, oldest {scored.oldest_age_s:.0f} s, {scored.pending} of them with the trainer "
-        f"until its next checkpoint; dead letters {use.dead.size / _MIB:.1f} MiB"
+        f"until its next checkpoint; {parked}dead letters {use.dead.size / _MIB:.1f} MiB"
     )
 
 
@@ -83,6 +88,8 @@ def _cause(use: StoreUse, settings: RedisSection) -> str:
     waiting, scored = use.trajectories.length, use.scored
     if use.dead.size >= _MUCH * settings.maxmemory_mb * _MIB:
         return "dead letters take much of it: `sao dead list`, then requeue or drop them"
+    if use.feedback.waiting > max(waiting, scored.length):
+        return "most of it waits for feedback: reward.feedback.waiting_max and .deadline_s bound that"
     if waiting > scored.length:
         return "the reward service does not keep up: is it running, what does its log say"
     if scored.length == 0:

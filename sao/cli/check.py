@@ -15,7 +15,7 @@ from sao.config import ConfigError, RunConfig, dump_run_config, load_run_config
 from sao.config.derived import Figure, figures
 from sao.config.doubts import doubts
 from sao.config.dump import without_password
-from sao.config.keys import all_settings
+from sao.config.keys import all_settings, section_of
 from sao.routing import expected_routing
 
 RunFile = Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="The run file; none: the preset alone.")]
@@ -54,7 +54,7 @@ def _settings(config: RunConfig) -> Table:
     defaults = RunConfig()
     previous = ""
     for setting in all_settings():
-        section = getattr(config, setting.section)
+        section = section_of(config, setting.section)
         if section is None:
             continue
         if previous not in {"", setting.section}:
@@ -63,7 +63,7 @@ def _settings(config: RunConfig) -> Table:
         value = getattr(section, setting.name)
         if setting.key == "redis.url":
             value = without_password(value)
-        default = getattr(getattr(defaults, setting.section), setting.name, None)
+        default = getattr(section_of(defaults, setting.section), setting.name, None)
         changed = value != default
         shown = Text(_shown(value), style="bold" if changed else "")
         table.add_row(Text(setting.key), shown, Text(_shown(default) if changed else ""))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sao.config import load_run_config
-from sao.report import Report, write_report
+from sao.report import Report, adaptation_lines, write_report
 from sao.supervisor.board_view import BoardView
 from sao.supervisor.folder import RunFolder
 from sao.supervisor.held import held_notices
@@ -93,5 +93,6 @@ def summary_lines(report: Report) -> list[str]:
         f"versions              {len(report.versions)}, newest {report.versions[-1] if report.versions else '-'}",
         f"throughput            {rate.trajectories_per_s:.2f} trajectories/s, {rate.tokens_per_s:.0f} tokens/s",
         f"training              {report.wall.training_s:.0f} s",
+        *adaptation_lines(report),
         *held,
     ]

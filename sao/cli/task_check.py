@@ -24,7 +24,7 @@ def refuse_unusable_task(config: RunConfig) -> str | None:
         if twice := sorted(task.components & scorer.components.keys()):
             message = f"{twice} computed by task {task.name} already; rename them"
             raise ConfigError(key=f"reward.scorers.{name}.components", message=message)
-    known = task.components | config.reward.scorer_components
+    known = task.components | config.reward.more_components
     if config.preference is not None and (unknown := sorted(config.preference.components - known)):
         message = f"reads {unknown}, task {task.name} and the run's scorers compute {sorted(known)}"
         raise ConfigError(key="preference", message=message)

@@ -54,8 +54,14 @@ def figures(config: RunConfig) -> list[Figure]:
             "updates",
             "everything admitted is ahead of it; engines add their own delay",
         ),
+        *_feedback(config),
         Figure("payload", payload_bytes(config), "bytes", "of the longest trajectory"),
-        Figure("Redis memory", redis_bytes(config), "bytes", "admitted + unacknowledged + dead payloads, at most"),
+        Figure(
+            "Redis memory",
+            redis_bytes(config),
+            "bytes",
+            "admitted + waiting + unacknowledged + dead payloads, at most",
+        ),
         Figure("policy parameters", count, "parameters", "from the checkpoint's headers, or the tiny model's shape"),
         Figure("trainer memory", trainer_bytes(config, count), "bytes", "per rank, without activations, at most"),
         Figure("engine memory", engine_bytes(config, count), "bytes", "weights of one engine, without its cache"),
@@ -108,7 +114,9 @@ def redis_bytes(config: RunConfig) -> int:
     unacknowledged = min(
         config.checkpoint.every_updates * per_update, config.checkpoint.unacked_mb_max * MIB + per_update
     )
-    return config.admission_limit * one + unacknowledged + config.redis.dead_letters_mb * MIB
+    feedback = config.reward.feedback
+    waiting = feedback.waiting_max * one if feedback is not None else 0
+    return config.admission_limit * one + waiting + unacknowledged + config.redis.dead_letters_mb * MIB
 
 
 def trainer_bytes(config: RunConfig, count: int | None) -> int | None:
@@ -143,6 +151,14 @@ def _critic_first(config: RunConfig) -> list[Figure]:
         Figure("critic pre-training", critic.pretrain_trajectories, "trajectories", gate),
         Figure("critic warm-up", critic.warmup_updates, "updates", "critic-only, then the policy moves"),
     ]
+
+
+def _feedback(config: RunConfig) -> list[Figure]:
+    """How long an answer is worth anything."""
+    if config.reward.feedback is None:
+        return []
+    rule = "trainer.max_lag: what is answered later is stale; x seconds per update (sao report)"
+    return [Figure("feedback in time", config.trainer.max_lag, "updates", rule)]
 
 
 def _learning_rate_rule(config: RunConfig) -> str:

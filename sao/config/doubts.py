@@ -117,6 +117,13 @@ def _time(config: RunConfig) -> Iterator[Doubt]:
             "group.timeout_s",
             f"{config.group.timeout_s:g} s closes groups whose episodes may take {longest:g} s: members are lost",
         )
+    feedback = config.reward.feedback
+    if feedback is not None and config.algorithm.in_groups and config.group.timeout_s < feedback.deadline_s:
+        yield Doubt(
+            "reward.feedback.deadline_s",
+            f"{feedback.deadline_s:g} s, and group.timeout_s {config.group.timeout_s:g} s closes a group without what "
+            "still waits: its answer comes to nothing",
+        )
     if config.reward.claim_idle_s <= config.reward.component_timeout_s:
         yield Doubt("reward.claim_idle_s", "not above component_timeout_s: work is taken over while it is being scored")
     for name, scorer in config.reward.scorers.items():

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit, urlunsplit
 import tomli_w
 from pydantic import BaseModel, SecretStr
 
-from sao.config.keys import all_settings
+from sao.config.keys import all_settings, section_of
 from sao.config.overrides import ENVIRONMENT_PREFIX
 from sao.config.schema import ModelSection, RunConfig
 
@@ -37,7 +37,7 @@ def secret_environment(config: RunConfig) -> dict[str, str]:
     """
     secrets: dict[str, str] = {}
     for setting in all_settings():
-        value = getattr(getattr(config, setting.section, None), setting.name, None)
+        value = getattr(section_of(config, setting.section), setting.name, None)
         if setting.secret and isinstance(value, SecretStr):
             secrets[_variable(setting.section, setting.name)] = value.get_secret_value()
     if without_password(config.redis.url) != config.redis.url:
@@ -54,7 +54,7 @@ def without_password(url: str) -> str:
 
 
 def _variable(section: str, key: str) -> str:
-    return f"{ENVIRONMENT_PREFIX}{section.upper()}__{key.upper()}"
+    return ENVIRONMENT_PREFIX + "__".join((*section.upper().split("."), key.upper()))
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

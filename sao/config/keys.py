@@ -22,6 +22,7 @@ class Setting:
     """One key of the run file."""
 
     section: str
+    """`reward`, or `reward.feedback` of a table within it."""
     name: str
     field: FieldInfo
 
@@ -40,11 +41,28 @@ class Setting:
 def all_settings() -> tuple[Setting, ...]:
     """Every setting, in the schema's order; a section that may be missing (`preference`) has its own keys here too."""
     return tuple(
-        Setting(section, name, field)
+        setting
         for section, of in RunConfig.model_fields.items()
         for model in _models(of.annotation)
-        for name, field in model.model_fields.items()
+        for setting in _settings_of(section, model)
     )
+
+
+def _settings_of(section: str, model: type[BaseModel]) -> Iterator[Setting]:
+    """Its values, then those of the tables within it."""
+    tables = {name: next(_models(field.annotation), None) for name, field in model.model_fields.items()}
+    yield from (Setting(section, name, field) for name, field in model.model_fields.items() if tables[name] is None)
+    for name, table in tables.items():
+        if table is not None:
+            yield from _settings_of(f"{section}.{name}", table)
+
+
+def section_of(config: RunConfig, section: str) -> BaseModel | None:
+    """The table of this name; none: the run has no such."""
+    found: Any = config
+    for name in section.split("."):
+        found = getattr(found, name, None)
+    return found if isinstance(found, BaseModel) else None
 
 
 def alternatives(annotation: Any) -> list[Any]:  # noqa: ANN401 - annotations have no common type
@@ -97,7 +115,7 @@ def find(keys: Sequence[str], origin: str) -> FieldInfo | None:
 def suggestion(keys: Sequence[str]) -> str:
     """`; did you mean a.b?` for a key that does not exist, or which keys there are."""
     if len(keys) > 1 and keys[0] in RunConfig.model_fields:
-        known = [s.key for s in all_settings() if s.section == keys[0]]
+        known = [s.key for s in all_settings() if s.key.startswith(f"{keys[0]}.")]
         near = difflib.get_close_matches(".".join(keys), known, n=1) or _same_name(keys[-1])
         return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(known)}"
     sections = list(RunConfig.model_fields)

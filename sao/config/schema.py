@@ -318,6 +318,36 @@ class PreferenceBounds(Section):
         return None
 
 
+class FeedbackSection(Section):
+    component: ComponentName = "feedback"
+    """Its name in preferences; none of the task's own."""
+    low: Finite = 0.0
+    """The least a value may be ..."""
+    high: Finite = 1.0
+    """... and the most."""
+    deadline_s: Positive = 600.0
+    """A trajectory waits this long for its feedback."""
+    waiting_max: Count = 1024
+    """Trajectories that wait at a time; beyond it the oldest expire at once."""
+    on_expiry: Literal["drop", "score_without"] = "drop"
+    """What nobody answered in time: a dead letter, or scored without where the current preference does not read it."""
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the trajectories that feedback is asked for, chosen by a hash of the id."""
+    unasked: Finite | None = None
+    """The component of every other trajectory; needed when share is below 1."""
+
+    @model_validator(mode="after")
+    def _values_are_declared(self) -> FeedbackSection:
+        if not self.low < self.high:
+            raise wrong_setting(key="low", reason=f"{self.low:g} must lie below high {self.high:g}")
+        if self.share < 1 and self.unasked is None:
+            reason = f"none, and with share {self.share:g} most trajectories are not asked for: what is it then"
+            raise wrong_setting(key="unasked", reason=reason)
+        if self.unasked is not None and not self.low <= self.unasked <= self.high:
+            raise wrong_setting(key="unasked", reason=f"{self.unasked:g} is not within {self.low:g} to {self.high:g}")
+        return self
+
+
 class RewardSection(Section):
     bind: str = "127.0.0.1"
     """Address to listen on."""
@@ -339,6 +369,12 @@ class RewardSection(Section):
     """Scorers beside the task's own, `[reward.scorers.NAME]` each (docs/scorers.md)."""
     alarms: AlarmsSection = AlarmsSection()
     """Watch for reward hacking, `[reward.alarms]`."""
+    preference_min_seconds: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = 0.0
+    """Versions of the preference are at least this far apart, on all replicas together; 0: no limit."""
+    bounds: PreferenceBounds = PreferenceBounds()
+    """What a preference may ask for: largest absolute `weight`, `offset` and `reward` (its `low` and `high`)."""
+    feedback: FeedbackSection | None = None
+    """A component that a person or a product supplies minutes later (docs/feedback.md); none: there is no such."""
 
     @model_validator(mode="after")
     def _components_are_told_apart(self) -> RewardSection:
@@ -352,14 +388,10 @@ class RewardSection(Section):
         return self
 
     @property
-    def scorer_components(self) -> frozenset[str]:
-        """What the run computes beside the task's components."""
-        return frozenset(component for scorer in self.scorers.values() for component in scorer.components)
-
-    preference_min_seconds: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] = 0.0
-    """Versions of the preference are at least this far apart, on all replicas together; 0: no limit."""
-    bounds: PreferenceBounds = PreferenceBounds()
-    """What a preference may ask for: largest absolute `weight`, `offset` and `reward` (its `low` and `high`)."""
+    def more_components(self) -> frozenset[str]:
+        """What the run has beside the task's components."""
+        supplied = {self.feedback.component} if self.feedback is not None else set[str]()
+        return frozenset(component for scorer in self.scorers.values() for component in scorer.components) | supplied
 
 
 class CriticSection(Section):

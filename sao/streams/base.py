@@ -8,8 +8,8 @@ Invariants every implementation keeps, and tests/contract/test_streams.py checks
 - **Nothing in two places.** A hand-over from one stream to the next is one atomic step that happens only
   if this consumer still owns the delivery (the *fence*): a consumer that was stopped, lost its delivery
   to `claim`, and woke up moves nothing.
-- **Nothing is lost.** An entry leaves a stream only by `move`, `settle` or `bury`. Nothing is trimmed by
-  length. A full store refuses (`StreamFullError`), it never evicts.
+- **Nothing is lost.** An entry leaves a stream only by `move`, `settle`, `bury`, or into the waiting room
+  (sao.streams.room). Nothing is trimmed by length. A full store refuses (`StreamFullError`), it never evicts.
 - **Dead letters are bounded and counted.** A letter leaves them by `requeue_dead`, by `drop_dead`, or, oldest first,
   because all of them together exceed a bound in bytes (forgotten); `dead_totals` counts each of these by kind.
 - **Deliveries are counted.** `Delivery.attempt` rises with each delivery, also across restarts.
@@ -24,9 +24,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sao.slots import Slots
+
+if TYPE_CHECKING:
+    from sao.streams.room import WaitingRoom
 
 
 class StreamName(Enum):
@@ -145,6 +148,10 @@ class StreamDepth:
 
 class TrajectoryStreams(Protocol):
     """All streams of one run."""
+
+    @property
+    def room(self) -> WaitingRoom:
+        """Where trajectories wait for feedback."""
 
     async def ping(self) -> None: ...
 

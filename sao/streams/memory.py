@@ -28,6 +28,7 @@ from sao.streams.base import (
     StreamUnavailableError,
 )
 from sao.streams.dispatch import Dispatch, slot_of
+from sao.streams.memory_room import Around, MemoryRoom
 
 HOUR_MS = 3_600_000
 
@@ -89,6 +90,20 @@ class MemoryStreams:
         self._dead: dict[str, DeadLetter] = {}
         self._dead_counts: dict[DeadEvent, Counter[str]] = {}
         self._arrived = asyncio.Condition()
+        self._room = MemoryRoom(
+            Around(
+                take=self._take,
+                release=self._unconsumed.discard,
+                admitted=lambda trajectory_id: trajectory_id in self._unconsumed,
+                seen=self._seen_before,
+                hand_on=self._add,
+                bury=self._bury_waiting,
+            )
+        )
+
+    @property
+    def room(self) -> MemoryRoom:
+        return self._room
 
     async def ping(self) -> None:
         """Always there."""
@@ -112,7 +127,7 @@ class MemoryStreams:
         self.require_claimed()
         slot = slot_of(ordinal, sample, self.samples)
         hour = uuid7_unix_ms(trajectory_id) // HOUR_MS
-        if trajectory_id in self._seen.get(hour, ()):
+        if self._seen_before(trajectory_id):
             return AppendStatus.DUPLICATE
         if self.dispatch.done(slot):
             return AppendStatus.SUPERSEDED
@@ -128,7 +143,10 @@ class MemoryStreams:
         return AppendStatus.ACCEPTED
 
     async def recognised(self, trajectory_ids: Sequence[str]) -> set[str]:
-        return {one for one in trajectory_ids if one in self._seen.get(uuid7_unix_ms(one) // HOUR_MS, ())}
+        return set(filter(self._seen_before, trajectory_ids))
+
+    def _seen_before(self, trajectory_id: str) -> bool:
+        return trajectory_id in self._seen.get(uuid7_unix_ms(trajectory_id) // HOUR_MS, ())
 
     async def restore(self, done: Slots) -> None:
         for start, end in done.ranges:
@@ -225,23 +243,29 @@ class MemoryStreams:
     async def bury(self, delivery: Delivery, consumer: str, reason: str) -> bool:
         owned = self._take(delivery, consumer)
         if owned:
-            now = self._clock_ms()
-            letter = DeadLetter(
-                entry_id=f"{now}-{next(self._numbers)}",
-                trajectory_id=delivery.trajectory_id,
-                stream=delivery.stream,
-                fields=delivery.fields,
-                reason=reason,
-                attempt=delivery.attempt,
-                buried_ms=now,
-                size=self._size(delivery, reason),
-            )
-            self._dead[letter.entry_id] = letter
-            self._count(DeadEvent.BURIED, letter)
-            self._unconsumed.discard(delivery.trajectory_id)
-            while (await self.dead_totals()).size > self._dead_bytes:
-                self._drop(next(iter(self._dead.values())), DeadEvent.FORGOTTEN)
+            await self._entomb(delivery, reason)
         return owned
+
+    async def _bury_waiting(self, trajectory_id: str, fields: Mapping[str, str], reason: str) -> None:
+        await self._entomb(Delivery(StreamName.TRAJECTORIES, "", trajectory_id, fields, attempt=1), reason)
+
+    async def _entomb(self, delivery: Delivery, reason: str) -> None:
+        now = self._clock_ms()
+        letter = DeadLetter(
+            entry_id=f"{now}-{next(self._numbers)}",
+            trajectory_id=delivery.trajectory_id,
+            stream=delivery.stream,
+            fields=delivery.fields,
+            reason=reason,
+            attempt=delivery.attempt,
+            buried_ms=now,
+            size=self._size(delivery, reason),
+        )
+        self._dead[letter.entry_id] = letter
+        self._count(DeadEvent.BURIED, letter)
+        self._unconsumed.discard(delivery.trajectory_id)
+        while (await self.dead_totals()).size > self._dead_bytes:
+            self._drop(next(iter(self._dead.values())), DeadEvent.FORGOTTEN)
 
     def _size(self, delivery: Delivery, reason: str) -> int:
         stored = self._payloads.get(delivery.trajectory_id, b""), self._routed_experts.get(delivery.trajectory_id, b"")

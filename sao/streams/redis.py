@@ -36,10 +36,11 @@ from sao.streams.base import (
     StreamDepth,
     StreamName,
     StreamUnavailableError,
-    kind_of,
 )
 from sao.streams.dispatch import slot_of
+from sao.streams.redis_keys import counter_of, flat
 from sao.streams.redis_reader import GROUP, RedisReader, text_fields
+from sao.streams.redis_room import RedisRoom
 from sao.telemetry.logs import get_logger
 
 log = get_logger(__name__)
@@ -78,6 +79,7 @@ class RedisStreams:
         self._scripts = Scripts(client, "sao.streams.lua")
         self._fenced = Scripts(once, "sao.streams.lua")
         self._reader = RedisReader(once, keys, block_limit_ms=block_limit_ms)
+        self._room = RedisRoom(client, once, keys, let_go=self._reader.let_go, forget_dead=self._forget_dead)
 
     @classmethod
     def connect(cls, config: RunConfig) -> RedisStreams:
@@ -91,6 +93,10 @@ class RedisStreams:
             samples=config.samples,
             dead_bytes=config.redis.dead_letters_mb * 2**20,
         )
+
+    @property
+    def room(self) -> RedisRoom:
+        return self._room
 
     async def ping(self) -> None:
         with redis_errors("ping"):
@@ -127,7 +133,7 @@ class RedisStreams:
             names.board,
         ]
         with redis_errors(f"append trajectory {trajectory_id}"):
-            args: list[Arg] = [trajectory_id, payload, slot, self._seen_ttl_ms, routed_experts, *_flat(fields)]
+            args: list[Arg] = [trajectory_id, payload, slot, self._seen_ttl_ms, routed_experts, *flat(fields)]
             reply: bytes = await self._scripts.run("append", keys, args)
         return AppendStatus(reply.decode())
 
@@ -176,7 +182,7 @@ class RedisStreams:
 
     async def move(self, delivery: Delivery, consumer: str, to: StreamName, fields: Mapping[str, str]) -> bool:
         keys = [self._keys.stream(delivery.stream), self._keys.stream(to)]
-        moved = await self._hand_over("move", delivery, consumer, keys, _flat(fields))
+        moved = await self._hand_over("move", delivery, consumer, keys, flat(fields))
         return moved == 1
 
     async def bury(self, delivery: Delivery, consumer: str, reason: str) -> bool:
@@ -184,7 +190,7 @@ class RedisStreams:
         keys = [names.stream(delivery.stream), names.dead, names.unconsumed, names.dead_totals]
         keys += [names.payload(trajectory_id), names.routed_experts(trajectory_id)]
         fields = json.dumps(dict(delivery.fields))
-        counter = _counter(DeadEvent.BURIED, reason)
+        counter = counter_of(DeadEvent.BURIED, reason)
         texts: list[Arg] = [delivery.stream.value, reason, fields, counter, LETTER_BYTES]
         total = await self._hand_over("bury", delivery, consumer, keys, texts)
         if total == 0:
@@ -269,8 +275,8 @@ class RedisStreams:
         names = self._keys
         keys = [names.dead, names.stream(letter.stream), names.unconsumed, names.dead_totals]
         keys.append(names.payload(letter.trajectory_id))
-        counter = _counter(DeadEvent.REQUEUED, letter.reason)
-        args: list[Arg] = [letter.entry_id, letter.trajectory_id, counter, letter.size, *_flat(letter.fields)]
+        counter = counter_of(DeadEvent.REQUEUED, letter.reason)
+        args: list[Arg] = [letter.entry_id, letter.trajectory_id, counter, letter.size, *flat(letter.fields)]
         with redis_errors(f"requeue trajectory {letter.trajectory_id}"):
             reply: bytes = await self._fenced.run("requeue", keys, args)
         return RequeueStatus(reply.decode())
@@ -285,7 +291,7 @@ class RedisStreams:
         keys = [names.dead, names.dead_totals]
         keys += [names.payload(letter.trajectory_id), names.routed_experts(letter.trajectory_id)]
         with redis_errors(f"drop dead trajectory {letter.trajectory_id}"):
-            args: list[Arg] = [letter.entry_id, _counter(event, letter.reason), letter.size]
+            args: list[Arg] = [letter.entry_id, counter_of(event, letter.reason), letter.size]
             dropped, total = await self._fenced.run("drop", keys, args)
         return dropped == 1, total
 
@@ -320,18 +326,10 @@ def _letter(entry_id: bytes, raw: Mapping[bytes, bytes]) -> DeadLetter:
     )
 
 
-def _counter(event: DeadEvent, reason: str) -> str:
-    return f"{event.value}:{kind_of(reason)}"
-
-
 def _chunks(items: Iterable[T]) -> Iterator[list[T]]:
     rest = iter(items)
     while chunk := list(islice(rest, _ASKED_AT_ONCE)):
         yield chunk
-
-
-def _flat(fields: Mapping[str, str]) -> list[str]:
-    return [text for pair in fields.items() for text in pair]
 
 
 def _unix_ms(entry_id: bytes) -> int:

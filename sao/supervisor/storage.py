@@ -45,7 +45,7 @@ def store_notices(use: StoreUse | None, config: RunConfig, root: Path) -> list[s
         where = _without_password(config.redis.url)
         what = "services wait for it and go on by themselves; is it running, what does its log say"
         return [f"STORE DOES NOT ANSWER at {where}: {what}"]
-    return [*_memory(use, config), *_dead(use, root)]
+    return [*_memory(use, config), *_feedback(use, time.time()), *_dead(use, root)]
 
 
 def _memory(use: StoreUse, config: RunConfig) -> Iterator[str]:
@@ -56,6 +56,13 @@ def _memory(use: StoreUse, config: RunConfig) -> Iterator[str]:
         case Pressure.MARK:
             mark = f"STORE AT {use.share:.0%} of its memory, the mark is {config.redis.back_pressure_at:.0%}"
             yield f"{mark}: ingest refuses, workers keep what they finish. {holds}. {do}"
+
+
+def _feedback(use: StoreUse, now_s: float) -> Iterator[str]:
+    oldest_ms = use.feedback.oldest_ms
+    if oldest_ms is not None:
+        oldest = f"the oldest for {max(now_s - oldest_ms / 1000, 0):.0f} s"
+        yield f"{use.feedback.waiting} trajectories wait for feedback, {oldest} (docs/feedback.md)"
 
 
 def _dead(use: StoreUse, root: Path) -> Iterator[str]:

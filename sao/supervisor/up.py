@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from sao.config import ConfigError, RunConfig, dump_run_config, load_run_config
-from sao.report import write_report
+from sao.report import adaptation_lines, write_report
 from sao.routing import expected_routing
 from sao.supervisor import initial_model
 from sao.supervisor.board_view import BoardView
@@ -192,6 +192,8 @@ def _finish(config: RunConfig, folder: RunFolder, view: View, *, finished: bool)
         average = report.reward.last_100
         reward = f", mean reward of the last 100: {average:.3f}" if average is not None else ""
         view.say(f"{report.updates} updates, {report.trajectories} trajectories{reward}")
+        for line in adaptation_lines(report):
+            view.say(line)
         for reason in report.held:
             view.say(f"publishing held, the last weights are not served: {reason} (docs/algorithm.md, Guards)")
         view.say(f"report: {folder.report_file}")

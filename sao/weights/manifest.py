@@ -57,6 +57,8 @@ class Manifest(_Part):
     """Version whose weights these descend from; none for the run's first."""
     trainer_epoch: int
     created_s: float
+    preference: Annotated[int, Field(ge=0)] = 0
+    """The newest preference version that an update in it was trained under; 0: not known."""
     dtype: str
     tensors: Annotated[list[TensorEntry], Field(min_length=1)]
     files: Annotated[list[FileEntry], Field(min_length=1)]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import SecretStr
 
@@ -17,7 +17,6 @@ import sao.board
 import sao.streams
 from sao.board.base import Board
 from sao.config import ConfigError, RunConfig
-from sao.config.schema import PreferenceBounds
 from sao.problems import Bearer, install
 from sao.rest import Server
 from sao.streams.base import TrajectoryStreams
@@ -30,18 +29,20 @@ from sao.telemetry.routes import TELEMETRY_PATHS, answer
 from sao.tokenizer import Tokenizer
 from services.reward.alarm_watch import AlarmWatch
 from services.reward.alarms import Alarms
-from services.reward.catalogue import Catalogue, Computes
-from services.reward.changes import PATH
+from services.reward.catalogue import Catalogue
 from services.reward.console.pages import PATH as CONSOLE
 from services.reward.console.pages import pages
 from services.reward.console.routes import ConsoleRoutes
 from services.reward.consumer import Consumer
+from services.reward.feedback.desk import Desk
+from services.reward.feedback.routes import FeedbackRoutes
 from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import PreferenceRoutes, ensure_preference
 from services.reward.retry import patiently
 from services.reward.scorer import TrajectoryScorer
 from services.reward.scorers import connect as connect_scorers
-from services.reward.scoring import COMPONENTS_PATH, SCORE_PATH, ScoringRoutes
+from services.reward.scorers.base import ComponentScorer
+from services.reward.scoring import ScoringRoutes
 
 GRACE_S = 3.0
 """What is in flight at a stop gets this long; the rest stays pending and is scored after the restart."""
@@ -49,30 +50,57 @@ GRACE_S = 3.0
 log = get_logger(__name__)
 
 
-def create_app(
-    task: Task,
-    board: Board,
-    health: Health,
-    token: SecretStr | None,
-    keeper: Keeper,
-    *,
-    archive: Path,
-    bounds: PreferenceBounds | None = None,
-    catalogue: Catalogue | None = None,
-    scoring: ScoringRoutes | None = None,
-) -> FastAPI:
-    """The HTTP side: preferences and scoring under /v1, an index at /, telemetry beside it.
+@dataclass(frozen=True)
+class RewardService:
+    """The parts of one replica, wired and not yet running."""
 
-    `archive`: where the trainer keeps what it trained on; `bounds`: none means the defaults. Without a catalogue the
-    run computes what its task does.
-    """
-    computes: Computes = catalogue or task
-    preferences = PreferenceRoutes(board, computes, keeper, bounds or PreferenceBounds(), archive)
+    app: FastAPI
+    catalogue: Catalogue
+    consumer: Consumer
+    keeper: Keeper
+    desk: Desk | None
+    """None: the run asks for no feedback."""
+
+
+def wire(
+    config: RunConfig,
+    task: Task,
+    tokenizer: Tokenizer,
+    *,
+    board: Board,
+    streams: TrajectoryStreams,
+    health: Health,
+    scorers: Sequence[ComponentScorer] = (),
+) -> RewardService:
+    """Everything over one store and one run folder; ConfigError where two compute a component of the same name."""
+    settings, run_dir = config.reward, config.run.dir
+    catalogue = Catalogue(task, settings, scorers)
+    keeper = Keeper(board, PreferenceFolder(run_dir), min_seconds=settings.preference_min_seconds)
+    desk = Desk(streams.room, board.preference, settings.feedback) if settings.feedback is not None else None
+    alarms = AlarmWatch(Alarms(settings.alarms)) if settings.alarms.enabled else None
+    current = partial(patiently, board.preference)
+    scorer = TrajectoryScorer(task, tokenizer, current, settings, scorers=scorers, alarms=alarms)
+    routers = [
+        PreferenceRoutes(board, catalogue, keeper, settings.bounds, run_dir / "archive").router(),
+        ScoringRoutes(scorer, catalogue, task, tokenizer, board=board, streams=streams, run_dir=run_dir).router(),
+        ConsoleRoutes(config, board, streams, tokenizer).router(),
+    ]
+    if desk is not None:
+        routers.append(FeedbackRoutes(desk, streams, tokenizer).router())
+    app = create_app(task, catalogue, health, config.auth.token, routers)
+    consumer = Consumer(streams, scorer, settings, health, desk=desk)
+    return RewardService(app, catalogue, consumer, keeper, desk)
+
+
+def create_app(
+    task: Task, catalogue: Catalogue, health: Health, token: SecretStr | None, routers: Sequence[APIRouter]
+) -> FastAPI:
+    """The HTTP side: `routers` behind the token, an index at /, the console's page and telemetry beside them."""
     app = FastAPI(title="SAO reward", docs_url=None, redoc_url=None)
     install(app, RequestValidationError)
-    app.include_router(preferences.router(), dependencies=[Depends(Bearer(token))])
-    if scoring is not None:
-        app.include_router(scoring.router(), dependencies=[Depends(Bearer(token))])
+    for router in routers:
+        app.include_router(router, dependencies=[Depends(Bearer(token))])
+    app.include_router(pages())
 
     async def index() -> dict[str, object]:
         """What this service is, and where to go."""
@@ -80,21 +108,10 @@ def create_app(
         return {
             "service": "reward",
             "task": task.name,
-            "components": sorted(computes.components),
+            "components": sorted(catalogue.components),
             "preferences_of_the_task": offered,
-            "endpoints": {
-                f"GET {PATH}": "the current preference; its ETag is the version",
-                f"GET {PATH}/{{version}}": "an earlier preference",
-                f"PUT {PATH}": "change what is rewarded from the next scoring on; If-Match guards against others",
-                f"POST {PATH}:dry-run": "what a document would change for the newest trained trajectories",
-                f"GET {PATH}/history": "every version, newest first: when, by whom, why",
-                f"POST {PATH}/{{version}}:rollback": "make an older version's document the next version",
-                f"GET, POST {PATH}/schedule": "switches that wait for a time or an update",
-                f"DELETE {PATH}/schedule/{{id}}": "forget one of them",
-                f"POST {PATH}:hold, {PATH}:resume": "refuse every change; go on",
-                f"GET {PATH}/hold": "whether changes are held",
-                f"GET {COMPONENTS_PATH}": "what a preference may read, and who computes it",
-                f"POST {SCORE_PATH}": "what one text or trajectory would get; changes nothing",
+            "endpoints": _endpoints(app)
+            | {
                 f"GET {CONSOLE}": "the console: a page for people; what it reads are the other routes under /v1",
                 "GET /openapi.json": "the schema of the above",
                 "GET /metrics, /healthz, /readyz": "telemetry",
@@ -108,13 +125,14 @@ def create_app(
     return app
 
 
-def add_console(
-    app: FastAPI, config: RunConfig, board: Board, streams: TrajectoryStreams, tokenizer: Tokenizer
-) -> None:
-    """The console: its page under /console, and what it reads under /v1."""
-    routes = ConsoleRoutes(config, board, streams, tokenizer)
-    app.include_router(routes.router(), dependencies=[Depends(Bearer(config.auth.token))])
-    app.include_router(pages())
+def _endpoints(app: FastAPI) -> dict[str, str]:
+    """Each documented route under /v1, with the first line of what it says of itself."""
+    return {
+        f"{method.upper()} {path}": route["description"].splitlines()[0]
+        for path, methods in app.openapi()["paths"].items()
+        if path.startswith("/v1/")
+        for method, route in methods.items()
+    }
 
 
 def _telemetry(health: Health) -> Callable[[Request], Awaitable[Response]]:
@@ -134,37 +152,19 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         raise ConfigError(key="task.name", message=str(error)) from error
     settings = config.reward
     scorers = connect_scorers(config)
-    catalogue = Catalogue(task, settings, scorers)
     streams, board = sao.streams.connect(config), sao.board.connect(config)
     slowest_s = max([settings.component_timeout_s, *(scorer.deadline_s for scorer in scorers)])
     health = Health(stalled_after_s=max(60.0, 3 * slowest_s))
     try:
-        keeper = Keeper(board, PreferenceFolder(config.run.dir), min_seconds=settings.preference_min_seconds)
-        await patiently(keeper.once)
-        await ensure_preference(board, config.preference, catalogue, settings.bounds)
-        alarms = AlarmWatch(Alarms(settings.alarms)) if settings.alarms.enabled else None
-        current = partial(patiently, board.preference)
-        scorer = TrajectoryScorer(task, tokenizer, current, settings, scorers=scorers, alarms=alarms)
-        scoring = ScoringRoutes(
-            scorer, catalogue, task, tokenizer, board=board, streams=streams, run_dir=config.run.dir
-        )
-        app = create_app(
-            task,
-            board,
-            health,
-            config.auth.token,
-            keeper,
-            archive=config.run.dir / "archive",
-            bounds=settings.bounds,
-            catalogue=catalogue,
-            scoring=scoring,
-        )
-        add_console(app, config, board, streams, tokenizer)
-        server = Server(app, grace_s=2)
+        service = wire(config, task, tokenizer, board=board, streams=streams, health=health, scorers=scorers)
+        await patiently(service.keeper.once)
+        await ensure_preference(board, config.preference, service.catalogue, settings.bounds)
+        server = Server(service.app, grace_s=2)
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.create_server((settings.bind, settings.port), family=family) as listener:
             log.info("reward service listens", bind=settings.bind, port=listener.getsockname()[1], task=task.name)
-            await _together(server, listener, Consumer(streams, scorer, settings, health), keeper, stop)
+            beside = [service.keeper.run(), *([service.desk.run()] if service.desk is not None else [])]
+            await _together(server, listener, service.consumer, beside, stop)
     finally:
         for one in scorers:
             await one.close()
@@ -173,13 +173,18 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
 
 
 async def _together(
-    server: Server, listener: socket.socket, consumer: Consumer, keeper: Keeper, stop: asyncio.Event
+    server: Server,
+    listener: socket.socket,
+    consumer: Consumer,
+    beside: Sequence[Coroutine[Any, Any, None]],
+    stop: asyncio.Event,
 ) -> None:
+    """Until one of them ends by itself, or `stop`; what is `beside` is cancelled then."""
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     consuming = asyncio.ensure_future(consumer.run(stop))
-    keeping = asyncio.ensure_future(keeper.run())
+    others = [asyncio.ensure_future(one) for one in beside]
     stopped = asyncio.ensure_future(stop.wait())
-    parts: set[asyncio.Future[Any]] = {serving, consuming, keeping, stopped}
+    parts: set[asyncio.Future[Any]] = {serving, consuming, stopped, *others}
     try:
         await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         stop.set()

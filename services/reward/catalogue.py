@@ -1,4 +1,4 @@
-"""The one set of components that a run computes: the task's, and those of the run file's scorers."""
+"""The one set of components that a run has: the task's, those of the run file's scorers, and feedback."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict
 
 from sao.config import ConfigError
-from sao.config.schema import RewardSection
+from sao.config.schema import FeedbackSection, RewardSection
 from sao.preference import PreferenceDocument
 from sao.tasks.base import SeparatelyScored, Task
 from services.reward.scorers.base import ComponentScorer
 
 TASK_KIND = "task"
+FEEDBACK_KIND = "feedback"
 
 
 class Computes(Protocol):
@@ -38,17 +39,17 @@ class Component(BaseModel):
     scorer: str
     """Who computes it; the name in errors and metrics."""
     kind: str
-    """task | python | http | judge"""
+    """task | python | http | judge | feedback"""
     description: str
     deadline_s: float
-    """Longest time its scorer may take for one trajectory."""
+    """Longest time its scorer may take for one trajectory, or that one waits for feedback."""
     low: float | None
     """The least it can be, where that is declared."""
     high: float | None
 
 
 class Catalogue:
-    """What the task computes, and what the scorers add to it."""
+    """What the task computes, what the scorers add to it, and what people or products supply."""
 
     def __init__(self, task: Task, settings: RewardSection, scorers: Sequence[ComponentScorer] = ()) -> None:
         """ConfigError with the scorer's key when a name is taken by the task."""
@@ -62,6 +63,11 @@ class Catalogue:
                 raise ConfigError(key=f"reward.scorers.{scorer.name}.components", message=reason)
         self._entries = [_of_the_task(name, task, settings) for name in sorted(task.components)]
         self._entries += [entry for scorer in scorers for entry in _of(scorer)]
+        if (feedback := settings.feedback) is not None:
+            if feedback.component in self.components:
+                msg = f"{feedback.component!r} is computed already: give the feedback a name of its own"
+                raise ConfigError(key="reward.feedback.component", message=msg)
+            self._entries.append(_supplied(feedback))
         self._task = task
 
     @property
@@ -105,6 +111,18 @@ def _of_the_task(name: str, task: Task, settings: RewardSection) -> Component:
         deadline_s=settings.component_timeout_s,
         low=None,
         high=None,
+    )
+
+
+def _supplied(feedback: FeedbackSection) -> Component:
+    return Component(
+        name=feedback.component,
+        scorer=FEEDBACK_KIND,
+        kind=FEEDBACK_KIND,
+        description="supplied through POST /v1/feedback",
+        deadline_s=feedback.deadline_s,
+        low=feedback.low,
+        high=feedback.high,
     )
 
 

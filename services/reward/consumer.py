@@ -3,6 +3,7 @@
 | outcome | what happens to the delivery |
 |---|---|
 | scored | moved to SCORED with the outcome |
+| all but the feedback is there | parked, out of admission, until it comes (services.reward.feedback) |
 | invalid | buried at once, with the reason |
 | timeout, infra_failed | left pending, claimed again after `claim_idle_s`; buried with the reason at `max_deliveries` |
 
@@ -26,8 +27,9 @@ from sao.streams.base import Delivery, StreamName, TrajectoryStreams
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from services.reward import metrics
+from services.reward.feedback.desk import Desk
 from services.reward.retry import patiently
-from services.reward.scorer import TrajectoryScorer
+from services.reward.scorer import TrajectoryScorer, Unfinished
 
 BLOCK_MS = 100
 """Longest wait for one read, and so for noticing the stop."""
@@ -48,9 +50,11 @@ class Consumer:
         settings: RewardSection,
         health: Health,
         *,
+        desk: Desk | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._streams = streams
+        self._desk = desk
         self._scorer = scorer
         self._settings = settings
         self._name = settings.consumer
@@ -116,8 +120,11 @@ class Consumer:
     async def _handle(self, delivery: Delivery) -> None:
         try:
             outcome = await self._outcome(delivery)
-            metrics.OUTCOMES.labels(outcome.kind).inc()
-            await self._dispose(self._in_flight[delivery.trajectory_id], outcome)
+            if isinstance(outcome, Unfinished):
+                await self._park(delivery.trajectory_id, outcome)
+            else:
+                metrics.OUTCOMES.labels(outcome.kind).inc()
+                await self._dispose(self._in_flight[delivery.trajectory_id], outcome)
             self._health.progress()
         finally:
             del self._in_flight[delivery.trajectory_id]
@@ -138,13 +145,22 @@ class Consumer:
         else:
             self._health.idle("no trajectory is waiting")
 
-    async def _outcome(self, delivery: Delivery) -> RewardOutcome:
+    async def _outcome(self, delivery: Delivery) -> RewardOutcome | Unfinished:
         if delivery.attempt > self._settings.max_deliveries:
             return Invalid(reason=f"delivered {delivery.attempt} times, and no delivery came to an outcome")
         payload = await patiently(lambda: self._streams.payload(delivery.trajectory_id))
         if payload is None:
             return Invalid(reason="its payload is gone from the store")
-        return await self._scorer.score(payload, on_waiting=lambda: self._note_waiting(delivery.trajectory_id))
+        given = self._desk.given(delivery) if self._desk is not None else {}
+        return await self._scorer.score(payload, given, on_waiting=lambda: self._note_waiting(delivery.trajectory_id))
+
+    async def _park(self, trajectory_id: str, unfinished: Unfinished) -> None:
+        delivery = self._in_flight[trajectory_id]
+        assert self._desk is not None, "nothing comes late without a desk"
+        if await self._desk.park(delivery, self._name, unfinished):
+            log.info("trajectory waits for feedback", trajectory=trajectory_id)
+        else:
+            self._note_lost(delivery)
 
     async def _dispose(self, delivery: Delivery, outcome: RewardOutcome) -> None:
         match outcome:

@@ -58,3 +58,25 @@ KEEP_SECONDS = Histogram(
 )
 HELD = Gauge("sao_reward_preference_held", "Whether changes of the preference are held.")
 SCHEDULED = Gauge("sao_reward_scheduled_preferences", "Switches of the preference that wait for their time or update.")
+FEEDBACK_PARKED = Counter("sao_reward_feedback_parked_total", "Trajectories that began to wait for feedback.")
+FEEDBACK_WAITING = Gauge("sao_reward_feedback_waiting_trajectories", "Trajectories that wait for feedback.")
+FEEDBACK_OLDEST = Gauge("sao_reward_feedback_oldest_seconds", "How long the oldest of them has waited.")
+FEEDBACK_KEPT = Gauge("sao_reward_feedback_kept_answers", "Answers whose trajectory does not wait (yet).")
+FEEDBACK_JOINED = Counter("sao_reward_feedback_joined_total", "Answers joined to their trajectory.")
+FEEDBACK_EXPIRED = Counter(
+    "sao_reward_feedback_expired_total",
+    "Trajectories nobody answered, by why they waited no longer and what became of them.",
+    ["why", "disposal"],
+)
+FEEDBACK_REFUSED = Counter("sao_reward_feedback_refused_total", "Answers refused, by reason.", ["reason"])
+FEEDBACK_UNUSED = Counter(
+    "sao_reward_feedback_unused_total", "Answers kept and let go: their trajectories never waited for them."
+)
+FEEDBACK_DELAY = Histogram(
+    "sao_reward_feedback_delay_seconds",
+    "From the parking of a trajectory to its answer; 0 where that was early.",
+    buckets=(0.1, 1, 5, 15, 60, 120, 300, 600, 1800, 3600, 14400),
+)
+ADAPTATION = Gauge(
+    "sao_reward_adaptation_seconds", "Of the last switch: from its PUT until a trajectory was scored under it, here."
+)

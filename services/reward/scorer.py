@@ -4,6 +4,7 @@ The order makes a promise: the start is noted, *then* the current preference is 
 computed. So whatever starts after a preference was stored is scored under it or a later one.
 
 The task's components are always computed; of the run file's scorers only those that this preference reads, all at once.
+What comes later (feedback) is waited for by nobody here: a preference that reads it leaves the scoring unfinished.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 
 from google.protobuf.message import DecodeError
 
+from sao.adaptation import FirstUse
 from sao.config.schema import RewardSection
-from sao.outcome import InfraFailed, Invalid, RewardOutcome, Scored, TimedOut
-from sao.preference import Preference, PreferenceDocument
+from sao.outcome import InfraFailed, Invalid, RewardOutcome, Scored, TimedOut, known_to
+from sao.preference import MissingComponentError, Preference, PreferenceDocument
 from sao.tasks.base import Scorer, SeparatelyScored, Task, UnscorableError
 from sao.telemetry.logs import get_logger
 from sao.tokenizer import Tokenizer
@@ -50,6 +53,15 @@ class Evaluated:
     value: float
 
 
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """Everything is computed but a component that comes later, and the document reads it."""
+
+    components: dict[str, float]
+    judged: dict[str, str]
+    waits_for: str
+
+
 class TrajectoryScorer:
     """Scores the trajectories of one task; `current_preference` asks the board, `scorers` are the run file's."""
 
@@ -68,8 +80,10 @@ class TrajectoryScorer:
         self._tokenizer = tokenizer
         self._current_preference = current_preference
         self._timeout_s = settings.component_timeout_s
+        self._late = settings.feedback.component if settings.feedback is not None else None
         self._alarms = alarms
         self._wall_clock = wall_clock
+        self._first_use = FirstUse(wall_clock)
         own: Mapping[str, Scorer] = {"score": task.score}
         if isinstance(task, SeparatelyScored):
             own = task.scorers
@@ -87,10 +101,17 @@ class TrajectoryScorer:
         if self._scorers and (preference := await self._current_preference()) is not None:
             self.asks_scorers = bool(self._read_by(preference.document))
 
-    async def score(self, payload: bytes, *, on_waiting: Callable[[], None] = _nothing) -> RewardOutcome:
+    async def score(
+        self,
+        payload: bytes,
+        given: Mapping[str, float] = MappingProxyType({}),
+        *,
+        on_waiting: Callable[[], None] = _nothing,
+    ) -> RewardOutcome | Unfinished:
         """The outcome for these trajectory bytes; raises only what reading the preference raises.
 
-        `on_waiting` is called when all that is left to do is to wait for the run file's scorers.
+        `given`: components that are known already. `on_waiting` is called when all that is left to do is to wait for
+        the run file's scorers.
         """
         started_s = self._wall_clock()
         preference = await self._current_preference()
@@ -102,21 +123,23 @@ class TrajectoryScorer:
             trajectory = Trajectory.from_bytes(payload)
         except DecodeError as error:
             return Invalid(reason=f"payload is no sao.v1.Trajectory: {error}")
-        found = await self.evaluate(trajectory, preference.document, on_waiting=on_waiting)
+        found = await self.evaluate(trajectory, preference.document, given, on_waiting=on_waiting)
         if not isinstance(found, Evaluated):
             return found
-        self._observe(trajectory, found, preference)
-        return Scored(
-            components=found.components,
-            value=found.value,
-            scored_under=preference.version,
-            scoring_started_s=started_s,
-            judged=found.judged,
-        )
+        if (seconds := self._first_use.seconds(preference)) is not None:
+            metrics.ADAPTATION.set(seconds)
+        if self._alarms is not None:
+            self._alarms.observe({**found.components, LENGTH: float(trajectory.action_count)}, preference)
+        return outcome_of(found, preference, started_s)
 
     async def evaluate(
-        self, trajectory: Trajectory, document: PreferenceDocument, *, on_waiting: Callable[[], None] = _nothing
-    ) -> Evaluated | Failure:
+        self,
+        trajectory: Trajectory,
+        document: PreferenceDocument,
+        given: Mapping[str, float] = MappingProxyType({}),
+        *,
+        on_waiting: Callable[[], None] = _nothing,
+    ) -> Evaluated | Unfinished | Failure:
         """What this document makes of a trajectory; changes nothing but the scorers' own metrics."""
         if reason := _BROKEN_OFF.get(trajectory.message.finish_reason):
             return Invalid(reason=f"finish reason {reason}: the rollout broke off, its reward would say nothing")
@@ -135,13 +158,14 @@ class TrajectoryScorer:
             others.cancel()  # what the task's own scorers refused needs no judge
         if not isinstance(rest, Mapping):
             return rest
-        components = {**own, **rest}
-        try:
-            value = document.value(components)
-        except (KeyError, ValueError, OverflowError) as error:
-            return InfraFailed(component="preference", reason=f"{document.name}: {error}")
+        components = {**own, **rest, **given}
         judged = {name: document.rubric_id for scorer in asked if scorer.judges for name in scorer.components}
-        return Evaluated(components, judged, value)
+        if self._late is not None and self._late in document.components - components.keys():
+            return Unfinished(components, judged, self._late)
+        try:
+            return weighed(components, judged, document)
+        except MissingComponentError as error:
+            return InfraFailed(component="preference", reason=f"{document.name}: {error}")
 
     def _read_by(self, document: PreferenceDocument) -> list[ComponentScorer]:
         return [scorer for scorer in self._scorers if document.components & scorer.components.keys()]
@@ -167,12 +191,29 @@ class TrajectoryScorer:
                 return InfraFailed(component=name, reason=f"{name} is {value}, expected a finite number")
         return components
 
-    def _observe(self, trajectory: Trajectory, found: Evaluated, preference: Preference) -> None:
-        for name, component in found.components.items():
-            metrics.COMPONENT_VALUE.labels(name).observe(component)
-        metrics.VALUE.observe(found.value)
-        if self._alarms is not None:
-            self._alarms.observe({**found.components, LENGTH: float(trajectory.action_count)}, preference)
+
+def weighed(
+    components: dict[str, float], judged: dict[str, str], document: PreferenceDocument
+) -> Evaluated | InfraFailed:
+    """What this document makes of raw components; MissingComponentError when it reads one that it cannot use."""
+    try:
+        return Evaluated(components, judged, document.value(known_to(document, components, judged)))
+    except (ValueError, OverflowError) as error:
+        return InfraFailed(component="preference", reason=f"{document.name}: {error}")
+
+
+def outcome_of(found: Evaluated, preference: Preference, started_s: float) -> Scored:
+    """The outcome to hand over; shown in the metrics. The preference was read after the moment `started_s`."""
+    for name, component in found.components.items():
+        metrics.COMPONENT_VALUE.labels(name).observe(component)
+    metrics.VALUE.observe(found.value)
+    return Scored(
+        components=found.components,
+        value=found.value,
+        scored_under=preference.version,
+        scoring_started_s=started_s,
+        judged=found.judged,
+    )
 
 
 async def _typed(

@@ -29,7 +29,7 @@ from sao.threads import DaemonThreads
 from sao.tokenizer import Tokenizer
 from sao.trajectory import Trajectory
 from services.reward.catalogue import Catalogue, Component, document_schema
-from services.reward.scorer import Evaluated, TrajectoryScorer
+from services.reward.scorer import Evaluated, TrajectoryScorer, Unfinished
 
 COMPONENTS_PATH = "/v1/components"
 SCORE_PATH = "/v1/score"
@@ -210,6 +210,9 @@ class ScoringRoutes:
         found = await self._scorer.evaluate(trajectory, document)
         if isinstance(found, Evaluated):
             return ScoredView(components=found.components, judged=found.judged, value=found.value)
+        if isinstance(found, Unfinished):
+            reason = "the preference reads it, and it comes later, through POST /v1/feedback"
+            return InfraFailed(component=found.waits_for, reason=reason)
         return found
 
     async def _document(self, given: PreferenceDocument | None) -> tuple[PreferenceDocument, int | None]:

@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from sao.adaptation import FirstUse
 from sao.archive import Archive
 from sao.board.base import Board, EngineState, TrainerFacts, TrainerState
 from sao.board.messages import fenced_message
 from sao.config import RunConfig, dump_run_config
+from sao.curves import Recovery
 from sao.rows import CRITIC_ONLY
 from sao.streams.base import FencedError, StoreEmptiedError, StreamName, StreamUnavailableError, TrajectoryStreams
 from sao.telemetry.health import Health
@@ -114,6 +116,9 @@ class TrainerLoop:
             trainer.publish_every, trainer.publish_min_seconds, trainer.max_lag, update=progress.update, at=clock()
         )
         self._told: TrainerFacts | None = None
+        self._preference = 0
+        self._first_use = FirstUse()
+        self._recovery = Recovery()
 
     @property
     def finished(self) -> bool:
@@ -250,10 +255,22 @@ class TrainerLoop:
             held=self._holding.reasons,
         )
         parts.archive.append(done.archived())
+        self._follow_preference(done)
         version = await self._publish() if self._publish_due(stats) else ""
         append_row(self._config.run.dir / "updates.jsonl", done.row(version, dict(parts.consumer.dropped)))
         self._show(done)
         await self._tell(TrainerState.TRAINING)
+
+    def _follow_preference(self, done: FinishedUpdate) -> None:
+        """How long ago the preference was stored that this update is the first to train under, or recovers under."""
+        if done.preference is None:
+            return
+        self._preference = max(self._preference, done.preference.version)
+        if (seconds := self._first_use.seconds(done.preference)) is not None:
+            metrics.ADAPTATION.labels("trained").set(seconds)
+        back = [self._recovery.observe(taken.reward, taken.trained_under) for taken in done.taken]
+        if any(back) and done.preference.stored_s > 0:
+            metrics.ADAPTATION.labels("recovered").set(max(done.finished_s - done.preference.stored_s, 0.0))
 
     async def _synchronise(self, stop: asyncio.Event) -> None:
         """Let the next rollouts begin: not before every engine serves the weights that the last ones made."""
@@ -371,7 +388,9 @@ class TrainerLoop:
         try:
             with _busy("publish"):
                 state = parts.ranks.policy_state()
-                record = await parts.publisher.publish(state, parts.ranks.logprobs, update=self._update, parent=parent)
+                record = await parts.publisher.publish(
+                    state, parts.ranks.logprobs, update=self._update, parent=parent, preference=self._preference
+                )
         except NonFiniteWeightsError as error:
             metrics.PUBLISH_HELD.inc()
             log.error("version not published", reason=str(error))  # noqa: TRY400

@@ -58,6 +58,11 @@ SKIPPED = Counter("sao_trainer_skipped_updates_total", "Updates that changed not
 PHASE = Gauge("sao_trainer_phase_active", "1 for the phase the next update belongs to", ["phase"])
 CRITIC_GATE = Gauge("sao_trainer_critic_gate_state", "1 for how the critic's pre-training stands or ended", ["state"])
 GUARD_HOLDS = Gauge("sao_trainer_publishing_held", "1 while this guard holds publishing", ["guard"])
+ADAPTATION = Gauge(
+    "sao_trainer_adaptation_seconds",
+    "Of the last switch: from its PUT to the first update trained under it, and until the reward was back",
+    ["stage"],
+)
 
 IDLE_SECONDS = Counter("sao_trainer_idle_seconds_total", "Time spent waiting for a trajectory")
 BUSY_SECONDS = Counter("sao_trainer_busy_seconds_total", "Time spent on everything else", ["work"])

@@ -67,9 +67,17 @@ class Publisher:
     """Every version announced, a line each: what a board that is lost gets back, collected ones included."""
 
     async def publish(
-        self, state: Mapping[str, Tensor], logprobs: Logprobs, *, update: int, parent: str | None
+        self,
+        state: Mapping[str, Tensor],
+        logprobs: Logprobs,
+        *,
+        update: int,
+        parent: str | None,
+        preference: int = 0,
     ) -> VersionRecord:
         """Write, commit and announce `state` (parameter names of the module) as a new version.
+
+        `preference`: the newest version of it that an update in this state was trained under; 0: not known.
 
         Raises NonFiniteWeightsError before anything is visible, NoSpaceError from the store, FencedError or
         StaleWriterError when a newer trainer runs.
@@ -89,6 +97,7 @@ class Publisher:
             parent=parent,
             trainer_epoch=self.epoch,
             created_s=time.time(),
+            preference=preference,
             dtype=str(next(iter(tensors.values())).dtype).removeprefix("torch."),
             tensors=describe_tensors(directory),
             files=describe_files(directory),

@@ -115,6 +115,7 @@ def build_fleet(
         holds=Holds(ControlFile(config.versions_dir / CONTROL_FILE)),
         drift_max=drift if drift != "off" else None,
         claim=claim,
+        run_dir=config.run.dir,
     )
     settings = KeeperSettings(
         attempts=config.weights.round_attempts,

@@ -30,6 +30,7 @@ from services.weights.preflight import (
 )
 from services.weights.readings import Readings
 from services.weights.rounds import Evidence, RoundTimings
+from services.weights.servings import Servings
 from services.weights.staging import Staging
 
 log = get_logger(__name__)
@@ -73,10 +74,12 @@ class Fleet:
         holds: Holds,
         drift_max: float | None = None,
         claim: Claim | None = None,
+        run_dir: Path | None = None,
     ) -> None:
-        """`drift_max`: see `guards.doubt`; `claim`: None where no other service can be."""
+        """`drift_max`: see `guards.doubt`; `claim`: None where no other service can be; `run_dir`: see `servings`."""
         self._claim = claim
         self.board = board
+        self.servings = Servings(board, run_dir)
         self.store = store
         self.holds = holds
         self.staging = Staging(store)

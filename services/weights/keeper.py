@@ -407,6 +407,7 @@ class Keeper:
         metrics.ROUND_SECONDS.observe(seconds)
         metrics.PUBLISH_TO_SERVING_SECONDS.observe(max(0.0, self._wall_clock() - manifest.created_s))
         log.info("engine serves", engine=engine_id, version=version, seconds=round(seconds, 4), worst=verified.worst)
+        await self._fleet.servings.note(engine_id, manifest)
         await asyncio.to_thread(store.release, self.loading)
 
     def _mode(self, version: str) -> PauseMode:

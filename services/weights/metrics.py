@@ -25,6 +25,11 @@ CANARY_DIFFERENCES = Histogram(
 PUBLISH_TO_SERVING_SECONDS = Histogram(
     "sao_weights_publish_to_serving_seconds", "From the manifest's creation until an engine serves it", buckets=_SECONDS
 )
+ADAPTATION = Gauge(
+    "sao_weights_adaptation_seconds",
+    "Of the last switch: from its PUT until an engine served the first version trained under it",
+)
+NOT_NOTED = Counter("sao_weights_unnoted_servings_total", "Lines of served.jsonl that the disk refused")
 VERSIONS_REFUSED = Counter("sao_weights_versions_refused_total", "Versions that will never serve", ["reason"])
 PUBLISHING_HELD = Gauge("sao_weights_publishing_held", "1 while newer versions wait, by who holds them", ["by"])
 CANARY_DRIFT = Gauge(

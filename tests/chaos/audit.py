@@ -5,7 +5,7 @@
 | trained | one step, and only one, of those that made the final checkpoint trained on it |
 | dead | it is in the dead letters, with a reason |
 | dropped | the trainer named it and a reason |
-| waiting | it is on a stream, or in the archive to be trained on again, when the run is stopped |
+| waiting | it is on a stream, waits for feedback, or is in the archive to be trained on again, at the end of the run |
 | named | the store lost it with its file, and the trainer named it (only a run that empties the store may have any) |
 | lost | nothing of the above |
 
@@ -37,7 +37,8 @@ class Evidence:
     dropped: Mapping[str, str]
     """Reasons by id, also of trajectories that trained after all."""
     waiting: AbstractSet[str]
-    """Ids on a stream at the end, or in archived steps that the final checkpoint lacks: the next start trains them."""
+    """Ids on a stream or in the waiting room at the end, or in archived steps that the final checkpoint lacks: the next
+    start trains them."""
     named: AbstractSet[str]
     """Ids that the trainer has named as lost with the store."""
     not_leased_again: AbstractSet[str]

@@ -41,13 +41,14 @@ def gather(folder: Path, run: str, client: redis.Redis) -> Evidence:
     named = {line["trajectory"]: line["ordinal"] for line in json_lines(folder / LOST_FILE)}
     again = slots_under_way(client, keys)
     on_streams = {fields["_id"] for name in StreamName for fields in entries(client, keys.stream(name))}
+    for_feedback: Any = client.hkeys(keys.waiting)
     return Evidence(
         acknowledged={line["trajectory"] for line in answers if line["status"] in ACKNOWLEDGED},
         superseded={line["trajectory"] for line in answers if line["status"] == "superseded"},
         trained=trained,
         dead={fields["_id"]: fields["reason"] for fields in entries(client, keys.dead)},
         dropped=dropped,
-        waiting=on_streams | again_from_the_archive(archive, progress),
+        waiting=on_streams | {one.decode() for one in for_feedback} | again_from_the_archive(archive, progress),
         named=named.keys(),
         not_leased_again={one for one, ordinal in named.items() if not again(ordinal)},
         preferences=(int(client.hget(keys.board, "preference") or 0), PreferenceFolder(folder).newest()),

@@ -28,9 +28,8 @@ from schemathesis.core.result import Ok
 from sao.board.memory import MemoryBoard
 from sao.tasks.writing import Writing
 from sao.telemetry.health import Health
-from services.reward.app import create_app
-from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.weights.app import build_app
+from tests.support.reward_app import wired
 from tests.unit.services.weights.world import World
 
 EXAMPLES = {True: 6, False: 2}
@@ -48,7 +47,7 @@ CHECKS = [
 
 
 def reward(run_dir: Path, token: SecretStr) -> FastAPI:
-    """The reward service with two preferences stored."""
+    """The reward service with its preferences stored; it asks for feedback."""
     board, task = MemoryBoard(), Writing()
 
     async def store() -> None:
@@ -56,9 +55,7 @@ def reward(run_dir: Path, token: SecretStr) -> FastAPI:
             await board.put_preference(document)
 
     asyncio.run(store())
-    return create_app(
-        task, board, Health(60.0), token, Keeper(board, PreferenceFolder(run_dir)), archive=run_dir / "archive"
-    )
+    return wired(task, run_dir, board=board, token=token, settings={"feedback": {}}).app
 
 
 def weights(run_dir: Path, token: SecretStr) -> FastAPI:

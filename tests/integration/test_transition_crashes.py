@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,9 +22,12 @@ import sao.streams
 from sao.archive import Archive
 from sao.board.base import TrainerState
 from sao.config import RunConfig, dump_run_config, load_run_config
+from sao.config.schema import FeedbackSection
 from sao.outcome import Scored
+from sao.preference import PreferenceDocument
 from sao.rows import read_rows
 from sao.streams.base import StreamName
+from sao.streams.room import Feedback, Heard
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.consumer import MAX_RESCORES
@@ -77,6 +81,17 @@ MOVES: dict[str, tuple[str, int, Left]] = {
 }
 """Place, trajectories that a life moves until then, what lies there."""
 
+UNANSWERED, ANSWERED = 3, UPDATES * PER_UPDATE
+WAITS: dict[str, Left] = {
+    "before the parking:2": {"unscored": UNANSWERED + ANSWERED - 1, "waiting": 1},
+    "parked:2": {"unscored": UNANSWERED + ANSWERED - 2, "waiting": 2},
+    "before the join:2": {},
+    "joined:2": {},
+    "before the expiry:1": {"dead": 0, "scored": ANSWERED, "waiting": UNANSWERED},
+    "expired:1": {"dead": 1, "scored": ANSWERED, "waiting": UNANSWERED - 1},
+}
+"""What must lie there after the first crash. A join has no exact place: a sweep may be faster than whoever parked."""
+
 
 @dataclass
 class Run:
@@ -126,6 +141,7 @@ class Run:
             "unscored": (await streams.depth(StreamName.TRAJECTORIES)).length,
             "scored": (await streams.depth(StreamName.SCORED)).length,
             "dead": len(await streams.dead_letters(count=100)),
+            "waiting": (await streams.room.use()).waiting,
             "drops": len(list(read_drops(folder / "dropped.jsonl"))),
         }
 
@@ -244,19 +260,60 @@ async def test_a_checkpoint_that_replaces_a_damaged_one_is_whole_or_not_there(
     await run.check_end(ids, FATES)
 
 
-@pytest.mark.parametrize("transition", MOVES)
-async def test_a_reward_service_killed_at_its_move_scores_each_trajectory_once(run: Run, transition: str) -> None:
-    place, moved, left = MOVES[transition]
-    rng, world, ids = random.Random(0), run.world, []
-    for ordinal in range(UPDATES * PER_UPDATE):
-        message = random_trajectory(rng, run.config.run.name)
+async def publish(world: World, count: int) -> list[str]:
+    """Not scored yet; ids of all."""
+    rng, ids = random.Random(0), []
+    for ordinal in range(count):
+        message = random_trajectory(rng, world.config.run.name)
         message.ordinal, message.task_payload_json = ordinal, '{"truth": "+0042"}'
         fields = {"task": message.task, "ordinal": str(ordinal)}
         await world.streams.append(message.id, message.SerializeToString(), ordinal=ordinal, sample=0, fields=fields)
         ids.append(message.id)
+    return ids
+
+
+@pytest.mark.parametrize("transition", MOVES)
+async def test_a_reward_service_killed_at_its_move_scores_each_trajectory_once(run: Run, transition: str) -> None:
+    place, moved, left = MOVES[transition]
+    ids = await publish(run.world, UPDATES * PER_UPDATE)
     await run.live(place, place)
     first, second = run.scenes
     assert {name: first[name] for name in left} == left
     assert second["scored"] == 2 * moved
     await run.live(f"scored:{len(ids) - 2 * moved}", END)
     await run.check_end(ids, {"trained": len(ids)})
+
+
+@pytest.mark.parametrize("place", WAITS)
+async def test_a_reward_service_killed_around_feedback_joins_or_expires_each_trajectory_once(
+    run: Run, place: str
+) -> None:
+    feedback = FeedbackSection(deadline_s=1.0)
+    reward = run.config.reward.model_copy(update={"feedback": feedback})
+    run.world.config = run.config.model_copy(update={"reward": reward})
+    (run.config.run.dir / "run.toml").write_text(dump_run_config(run.config))
+    await run.world.board.put_preference(PreferenceDocument(name="p", weights={"correct": 0.5, "feedback": 0.5}))
+    streams, ids = run.world.streams, await publish(run.world, UNANSWERED + ANSWERED)
+    for trajectory_id in ids[UNANSWERED:]:
+        # From the future, so that no life is too slow for it: one that comes early is kept for deadline_s.
+        answer = Feedback(value=0.5, at_ms=time.time_ns() // 10**6 + 3_600_000)
+        assert await streams.room.answer(trajectory_id, answer, kept_max=99) is Heard.KEPT
+
+    lives = 2 if place != "expired:1" else 1
+    await run.live(*[place] * lives)
+    for scene in run.scenes:
+        assert sum(scene[where] for where in ("unscored", "waiting", "scored", "dead")) == len(ids)
+    assert {name: run.scenes[0][name] for name in WAITS[place]} == WAITS[place]
+    while (left := ANSWERED - run.scenes[-1]["scored"]) > 0:
+        await run.live(f"all joined:{left}")
+    while (left := UNANSWERED - run.scenes[-1]["dead"]) > 0:
+        await run.live(f"all expired:{left}")
+    assert {name: run.scenes[-1][name] for name in ("unscored", "waiting", "scored", "dead")} == {
+        "unscored": 0,
+        "waiting": 0,
+        "scored": ANSWERED,
+        "dead": UNANSWERED,
+    }
+    assert {letter.kind for letter in await streams.dead_letters(count=9)} == {"timeout"}
+    await run.live(END)
+    await run.check_end(ids, {"trained": ANSWERED, "dead": UNANSWERED})

@@ -9,12 +9,10 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
-
-from fastapi import APIRouter, Depends, FastAPI
 
 import sao.board
 import sao.streams
@@ -23,7 +21,6 @@ from sao.atomic import append_line
 from sao.board.base import Board, EngineFacts, EngineState, TrainerFacts, TrainerState, VersionRecord
 from sao.config import RunConfig
 from sao.outcome import OUTCOME, Scored
-from sao.problems import Bearer
 from sao.rest import Server
 from sao.rows import TrainedRow, UpdateRow
 from sao.streams.base import StreamName, TrajectoryStreams
@@ -34,10 +31,8 @@ from sao.telemetry.health import Health
 from sao.tokenizer import Tokenizer
 from sao.trajectory import Trajectory
 from sao.v1 import archive_pb2 as pb
-from services.reward.app import add_console, create_app
-from services.reward.preference_folder import Keeper, PreferenceFolder
+from services.reward.app import wire
 from services.reward.preferences import ensure_preference
-from tests.support.console_standins import standins
 from tests.support.rollouts import play
 
 T = TypeVar("T")
@@ -230,11 +225,7 @@ def console_of(
         board, streams = sao.board.connect(config), sao.streams.connect(config)
         try:
             await ensure_preference(board, config.preference, TASK)
-            keeper = Keeper(board, PreferenceFolder(config.run.dir))
-            archive = config.run.dir / "archive"
-            app = create_app(TASK, board, Health(60.0), config.auth.token, keeper, archive=archive)
-            add_console(app, config, board, streams, tokenizer)
-            put_in_front(app, standins(config.run.dir, TASK, board), config)
+            app = wire(config, TASK, tokenizer, board=board, streams=streams, health=Health(60.0)).app
             server = Server(app, grace_s=1)
             handles.append((asyncio.get_running_loop(), server))
             ready.set()
@@ -262,12 +253,3 @@ def console_of(
         for loop, server in handles:
             loop.call_soon_threadsafe(setattr, server, "should_exit", True)
         thread.join(10)
-
-
-def put_in_front(app: FastAPI, router: APIRouter, config: RunConfig) -> None:
-    """Before the app's own routes: `/v1/preferences/{version}` would take `/v1/preferences/history` for a version."""
-    before = len(app.router.routes)
-    app.include_router(router, dependencies=[Depends(Bearer(config.auth.token))])
-    added: Sequence[object] = app.router.routes[before:]
-    del app.router.routes[before:]
-    app.router.routes[:0] = added  # type: ignore[assignment]

@@ -25,6 +25,7 @@ from sao.archive import Archive
 from sao.board.redis import RedisBoard
 from sao.process import run_service
 from sao.streams.redis import RedisStreams
+from sao.streams.redis_room import RedisRoom
 from sao.weights.filesystem import FileSystemVersionStore
 from services.reward import app as reward
 from services.trainer import app as trainer
@@ -89,6 +90,14 @@ PLACES = {
     "buried": Place(RedisStreams, "bury"),
     "before the move": Place(RedisStreams, "move", before=True, service="reward"),
     "moved": Place(RedisStreams, "move", service="reward"),
+    "before the parking": Place(RedisRoom, "park", before=True, service="reward"),
+    "parked": Place(RedisRoom, "park", service="reward"),
+    "before the join": Place(RedisRoom, "join", before=True, service="reward"),
+    "joined": Place(RedisRoom, "join", service="reward"),
+    "before the expiry": Place(RedisRoom, "bury", before=True, service="reward"),
+    "expired": Place(RedisRoom, "bury", service="reward"),
+    "all joined": Place(RedisRoom, "join", service="reward", signal=signal.SIGTERM),
+    "all expired": Place(RedisRoom, "bury", service="reward", signal=signal.SIGTERM),
     "scored": Place(RedisStreams, "move", service="reward", signal=signal.SIGTERM),
 }
 """Where a life ends."""
@@ -171,8 +180,9 @@ def _end_at(place: Place, number: int) -> None:
 
     def count(arguments: tuple[Any, ...], *, before: bool) -> None:
         nonlocal left
-        left -= place.before is before and place.counts(*arguments)
-        if left == 0:
+        counted = place.before is before and place.counts(*arguments)
+        left -= counted
+        if counted and left == 0:
             os.kill(os.getpid(), place.signal)
 
     def called(*arguments: Any, **keywords: Any) -> Any:

@@ -13,15 +13,10 @@ from pydantic import SecretStr
 
 from sao.board.memory import MemoryBoard
 from sao.streams.memory import MemoryStreams
-from sao.telemetry.health import Health
-from services.reward.app import create_app
-from services.reward.catalogue import Catalogue
-from services.reward.preference_folder import Keeper, PreferenceFolder
-from services.reward.scorer import TrajectoryScorer
 from services.reward.scorers.memory import MemoryScorer
-from services.reward.scoring import ScoringRoutes
+from tests.support.reward_app import wired
 from tests.support.scored_tasks import SETTINGS
-from tests.support.scorers import TASK, TOKENIZER
+from tests.support.scorers import TASK
 
 
 class Service:
@@ -33,22 +28,16 @@ class Service:
         self.held: asyncio.Event | None = None
         self.asked = 0
         judge = MemoryScorer("critic", {"humour": "How funny"}, self._judge, judges=True, deadline_s=0.2)
-        catalogue = Catalogue(TASK, SETTINGS, [judge])
-        scorer = TrajectoryScorer(TASK, TOKENIZER, self.board.preference, SETTINGS, scorers=[judge])
-        routes = ScoringRoutes(
-            scorer, catalogue, TASK, TOKENIZER, board=self.board, streams=self.streams, run_dir=folder
-        )
-        keeper = Keeper(self.board, PreferenceFolder(folder))
-        self.app = create_app(
+        service = wired(
             TASK,
-            self.board,
-            Health(60),
-            SecretStr("s3cret"),
-            keeper,
-            archive=folder / "archive",
-            catalogue=catalogue,
-            scoring=routes,
+            folder,
+            board=self.board,
+            streams=self.streams,
+            token=SecretStr("s3cret"),
+            settings=SETTINGS.model_dump(),
+            scorers=[judge],
         )
+        self.app = service.app
 
     async def _judge(self, _: Any) -> dict[str, float]:
         self.asked += 1

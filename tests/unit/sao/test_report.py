@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from sao.adaptation import Served, note_served
 from sao.config import dump_run_config, load_run_config
-from sao.report import make_report, wall_times, write_report
+from sao.preference import PreferenceDocument
+from sao.preference_changes import PreferenceChange
+from sao.report import adaptation_lines, make_report, wall_times, write_report
 from sao.rows import UpdateRow
 from sao.supervisor.folder import RunFolder, TimelineEvent
 from tests.support.update_rows import rows_of, trained_row, update_row
@@ -47,6 +50,34 @@ def test_the_report_has_the_promised_fields(folder: RunFolder) -> None:
     assert report["config"]["run"]["name"] == "test"
     assert report["throughput"]["trajectories_per_s"] == pytest.approx(200 / 199.5)
     assert folder.curves_file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_switch_is_told_with_its_four_times(folder: RunFolder) -> None:
+    rows = [trained_row(n, 0.5, scored_under=1 + (n > 60)) for n in range(1, 181)]
+    write_rows(folder, [update_row(n, [row]) for n, row in enumerate(rows, start=1)])
+    kept = folder.root / "preferences"
+    kept.mkdir()
+    changes = [
+        PreferenceChange(
+            seq=version,
+            when_s=1058.0,
+            what="put",
+            version=version,
+            document=PreferenceDocument(name=name, weights={"a": 1.0}),
+        )
+        for version, name in ((1, "cute"), (2, "classical"), (3, "nobody's"))
+    ]
+    (kept / "audit.jsonl").write_text("".join(f"{change.line()}\n" for change in changes))
+    note_served(folder.root, Served(version="v00000062", engine="engine-0", at_s=1064.5))
+
+    report = write_report(folder.root)
+
+    assert report is not None
+    second, third = adaptation_lines(report)
+    assert second.startswith("switch 2, classical: scored after 2.0 s, trained after 3.5 s, serving after 6.5 s, ")
+    assert second.endswith("reward back after 52.5 s (50 updates)")
+    assert third == "switch 3, nobody's: scored never, trained never, serving never, reward back never"
+    assert [one["version"] for one in json.loads(folder.report_file.read_text())["preference"]["adaptation"]] == [2, 3]
 
 
 def test_a_line_that_is_still_being_written_does_not_count(folder: RunFolder) -> None:

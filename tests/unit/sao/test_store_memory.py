@@ -9,18 +9,22 @@ from sao.ids import uuid7
 from sao.store_memory import Pressure, StoreUse, advice, contents, pressure, read_use, waiting_dead
 from sao.streams.base import DeadEvent, DeadTotals, StreamDepth, StreamName
 from sao.streams.memory import MemoryStreams
+from sao.streams.room import RoomUse
 
 SETTINGS = RedisSection(maxmemory_mb=64)
 NO_DEAD = DeadTotals(0, {})
 
 
-def use_of(*, waiting: int = 0, scored: int = 0, held: int = 0, dead_mb: int = 0, share: float = 0.85) -> StoreUse:
+def use_of(
+    *, waiting: int = 0, scored: int = 0, held: int = 0, parked: int = 0, dead_mb: int = 0, share: float = 0.85
+) -> StoreUse:
     return StoreUse(
         share=share,
         trajectories=StreamDepth(waiting, 0, 7.0),
         scored=StreamDepth(scored, held, 3.0),
         unconsumed=waiting + scored,
         dead=DeadTotals(dead_mb * 2**20, {}),
+        feedback=RoomUse(parked, 1 if parked else None),
     )
 
 
@@ -38,6 +42,7 @@ def test_pressure_is_told_by_the_mark_and_the_bound(share: float, found: Pressur
         (use_of(waiting=9, scored=3), "the reward service does not keep up"),
         (use_of(waiting=3, scored=9, held=2), "the trainer does not keep up"),
         (use_of(waiting=3, scored=9, held=8), "the trainer's next checkpoint"),
+        (use_of(waiting=9, scored=3, parked=10), "waits for feedback: reward.feedback.waiting_max"),
         (use_of(), "nothing of this run fills it"),
         (use_of(waiting=9, dead_mb=16), "sao dead list"),
     ],
@@ -55,6 +60,10 @@ def test_the_contents_are_counted_by_who_has_them() -> None:
         "9 trajectories on the way through the reward service, oldest 7 s; "
         "5 scored ones, oldest 3 s, 2 of them with the trainer until its next checkpoint; dead letters 3.0 MiB"
     )
+
+
+def test_what_waits_for_feedback_is_counted_where_there_is_any() -> None:
+    assert "next checkpoint; 4 that wait for feedback; dead letters 0.0 MiB" in contents(use_of(parked=4))
 
 
 def test_dead_letters_that_were_dealt_with_do_not_wait() -> None:

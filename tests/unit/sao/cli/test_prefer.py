@@ -18,11 +18,9 @@ from sao.board.memory import MemoryBoard
 from sao.cli import prefer as command
 from sao.cli.main import app
 from sao.preference_changes import ChangeRequest
-from sao.telemetry.health import Health
-from services.reward.app import create_app
-from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import ensure_preference
 from tests.support.processes import free_port
+from tests.support.reward_app import wired
 from tests.unit.services.reward.test_dry_run import archive
 from tests.unit.services.reward.test_preferences import CLASSICAL, CUTE, TASK
 
@@ -32,8 +30,7 @@ async def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a reward service works on that every client of httpx reaches; it wants a token."""
     made = MemoryBoard()
     await ensure_preference(made, CUTE, TASK)
-    keeper = Keeper(made, PreferenceFolder(tmp_path))
-    service = create_app(TASK, made, Health(60), SecretStr("secret"), keeper, archive=tmp_path / "run" / "archive")
+    service = wired(TASK, tmp_path / "run", board=made, token=SecretStr("secret")).app
 
     def client(*, headers: dict[str, str], **_: Any) -> TestClient:
         return TestClient(service, headers=headers)

@@ -186,3 +186,27 @@ def test_an_update_that_the_archive_cannot_write_is_doubted(tmp_path: Path) -> N
 def test_a_token_settles_exposure() -> None:
     config = load_run_config(None, ["ingest.bind=0.0.0.0"], {"SAO__AUTH__TOKEN": "secret"}, preset="tiny")
     assert doubts(config) == []
+
+
+def test_what_waits_for_feedback_takes_memory_and_is_in_time_for_max_lag_updates() -> None:
+    plain = configured(preset="tiny")
+    asking = configured("reward.feedback.waiting_max=7", "reward.feedback.deadline_s=60.0", preset="tiny")
+    assert redis_bytes(asking) - redis_bytes(plain) == 7 * payload_bytes(asking)
+    shown = {figure.name: figure for figure in figures(asking)}
+    assert shown["feedback in time"].value == asking.trainer.max_lag
+    assert "feedback in time" not in {figure.name for figure in figures(plain)}
+
+
+def test_feedback_that_a_group_does_not_wait_for_is_doubted() -> None:
+    def doubted(*sets: str) -> bool:
+        return "reward.feedback.deadline_s" in {doubt.key for doubt in doubts(configured(*sets))}
+
+    group = (
+        "trainer.algorithm=grpo_async",
+        "trainer.trajectories_per_update=4",
+        "group.size=4",
+        "group.timeout_s=100.0",
+    )
+    assert doubted(*group, "reward.feedback.deadline_s=101.0")
+    assert not doubted(*group, "reward.feedback.deadline_s=100.0")
+    assert not doubted("reward.feedback.deadline_s=9999.0")

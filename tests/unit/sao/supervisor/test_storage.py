@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from sao.config import RunConfig, load_run_config
 from sao.streams.base import DeadEvent, DeadTotals
+from sao.streams.room import RoomUse
 from sao.supervisor.board_view import BoardView
 from sao.supervisor.storage import (
     WAITS_S,
@@ -60,6 +63,12 @@ def test_dead_letters_are_counted_by_kind_with_the_command_that_shows_them(confi
     (line,) = store_notices(replace(use_of(share=0.1), dead=dead), config, Path("runs/my run"))
     assert line.startswith("4 dead letters wait for a decision: invalid 2, timeout 2")
     assert "`sao dead list 'runs/my run'`" in line
+
+
+def test_what_waits_for_feedback_is_told_with_its_age(config: RunConfig) -> None:
+    waits = replace(use_of(share=0.1), feedback=RoomUse(3, int((time.time() - 90) * 1000)))
+    (line,) = store_notices(waits, config, Path("r"))
+    assert re.fullmatch(r"3 trajectories wait for feedback, the oldest for 9\d s \(docs/feedback\.md\)", line)
 
 
 def test_only_what_waits_in_a_spool_or_is_damaged_is_counted(tmp_path: Path) -> None:

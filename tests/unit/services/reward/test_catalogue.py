@@ -82,12 +82,12 @@ def test_scorers_and_alarms_survive_being_written_and_read(tmp_path: Any) -> Non
     )
     asked = config(text, tmp_path)
     assert config(dump_run_config(asked), tmp_path) == asked
-    assert asked.reward.scorer_components == {"humour", "length", "wit"}
+    assert asked.reward.more_components == {"humour", "length", "wit"}
     sets = ["kind=judge", "url=http://j/v1", "model=m", 'components={humour = "x"}']
     by_command = load_run_config(
         None, [*(f"reward.scorers.a.{one}" for one in sets), "reward.alarms.window=60"], env={}
     )
-    assert by_command.reward.scorer_components == {"humour"}
+    assert by_command.reward.more_components == {"humour"}
     assert by_command.reward.alarms.window == 60
 
 
@@ -109,7 +109,7 @@ def test_a_deadline_that_outlasts_the_claim_is_doubted(tmp_path: Any) -> None:
 
 
 def test_a_run_has_no_scorers_unless_it_says_so() -> None:
-    assert RewardSection().scorer_components == frozenset()
+    assert RewardSection().more_components == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,9 @@ from sao.preference import Preference, PreferenceDocument
 from sao.preference_changes import ChangeRequest, PreferenceChange
 from sao.streams.base import StreamUnavailableError
 from sao.tasks.writing import Writing
-from sao.telemetry.health import Health
-from services.reward.app import create_app
 from services.reward.changes import MAX_BODY_BYTES
-from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import ensure_preference
+from tests.support.reward_app import wired
 
 TASK = Writing()
 CUTE = TASK.preferences["cute"]
@@ -31,10 +29,7 @@ URL = "/v1/preferences"
 
 
 def app_of(board: Any, run_dir: Path, token: str | None = None) -> FastAPI:
-    keeper = Keeper(board, PreferenceFolder(run_dir))
-    return create_app(
-        TASK, board, Health(60.0), SecretStr(token) if token else None, keeper, archive=run_dir / "archive"
-    )
+    return wired(TASK, run_dir, board=board, token=SecretStr(token) if token else None).app
 
 
 def client_of(board: Any, run_dir: Path, token: str | None = None) -> httpx.AsyncClient:

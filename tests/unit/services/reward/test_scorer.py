@@ -23,7 +23,7 @@ from sao.v1 import trajectory_pb2 as pb
 from services.reward import metrics
 from services.reward.alarm_watch import AlarmWatch
 from services.reward.alarms import Alarms
-from services.reward.scorer import TrajectoryScorer
+from services.reward.scorer import TrajectoryScorer, Unfinished
 from services.reward.scorers.base import ScorerFailedError, ScoringRequest
 from services.reward.scorers.memory import MemoryScorer
 from tests.support.scored_tasks import SETTINGS, SteeredTask, TwoScorersTask, always, trajectory, until
@@ -42,7 +42,9 @@ async def outcome_of(
     await board.put_preference(preference or task.default_preference)
     settings = SETTINGS.model_copy(update={"component_timeout_s": timeout_s})
     scorer = TrajectoryScorer(task, TOKENIZER, board.preference, settings, wall_clock=lambda: 12.5)
-    return await scorer.score(trajectory().message.SerializeToString() if payload is None else payload)
+    outcome = await scorer.score(trajectory().message.SerializeToString() if payload is None else payload)
+    assert not isinstance(outcome, Unfinished)
+    return outcome
 
 
 def raising(error: Exception) -> SteeredTask:
@@ -227,7 +229,9 @@ async def judged_outcome(critic: Critic, task: Task, preference: PreferenceDocum
     board = MemoryBoard()
     await board.put_preference(preference)
     scorer = TrajectoryScorer(task, TOKENIZER, board.preference, SETTINGS, scorers=[critic.scorer])
-    return await scorer.score(trajectory().message.SerializeToString())
+    outcome = await scorer.score(trajectory().message.SerializeToString())
+    assert not isinstance(outcome, Unfinished)
+    return outcome
 
 
 async def test_what_a_judge_gave_is_kept_with_its_rubric() -> None:

@@ -123,7 +123,7 @@ async def test_a_trained_trajectory_is_found_in_the_archive(service: Service) ->
 
 def _row(made: Trajectory) -> TrainedRow:
     values: dict[str, Any] = dict.fromkeys(TrainedRow.model_fields, 0)
-    return TrainedRow.model_validate({**values, "id": made.id, "finish_reason": "stop"})
+    return TrainedRow.model_validate({**values, "id": made.id, "finish_reason": "stop", "components": {}})
 
 
 async def test_an_id_that_nobody_knows_is_404(service: Service) -> None:

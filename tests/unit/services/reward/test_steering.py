@@ -15,10 +15,9 @@ from sao.board.memory import MemoryBoard
 from sao.config import ConfigError
 from sao.config.schema import PreferenceBounds
 from sao.preference_changes import MAX_SCHEDULED
-from sao.telemetry.health import Health
-from services.reward.app import create_app
 from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import ensure_preference
+from tests.support.reward_app import wired
 from tests.unit.services.reward.test_preference_folder import lines
 from tests.unit.services.reward.test_preferences import CLASSICAL, CUTE, TASK, URL, problem
 
@@ -41,10 +40,7 @@ class Run:
         )
 
     def client(self) -> httpx.AsyncClient:
-        bounds = self.settings.get("bounds")
-        app = create_app(
-            TASK, self.board, Health(60.0), None, self.new_keeper(), archive=self.folder / "archive", bounds=bounds
-        )
+        app = wired(TASK, self.folder, board=self.board, settings=self.settings).app
         return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://reward")
 
     async def trained(self, update: int) -> None:
@@ -240,7 +236,7 @@ async def test_who_and_why_are_bounded(run: Run, query: dict[str, str]) -> None:
 
 
 async def test_every_route_wants_the_token(run: Run) -> None:
-    app = create_app(TASK, run.board, Health(60.0), SecretStr("t"), run.keeper, archive=run.folder / "archive")
+    app = wired(TASK, run.folder, board=run.board, token=SecretStr("t")).app
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://reward") as client:
         for method, path in (
             ("POST", ":hold"),

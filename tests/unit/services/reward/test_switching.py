@@ -12,9 +12,9 @@ from sao.board.memory import MemoryBoard
 from sao.outcome import Scored
 from sao.preference import PreferenceDocument
 from sao.streams.memory import MemoryStreams
-from sao.telemetry.health import Health
-from services.reward.app import create_app
-from services.reward.preference_folder import Keeper, PreferenceFolder
+from sao.tasks.calculator import Calculator
+from sao.tasks.tiny_tokenizer import tokenizer_of_run
+from tests.support.reward_app import wired
 from tests.support.scored_tasks import always, append, scored
 from tests.unit.services.reward.test_consumer import consuming
 
@@ -25,9 +25,7 @@ async def test_every_scoring_that_starts_after_the_answer_carries_the_new_versio
     streams, board = MemoryStreams(), MemoryBoard()
     task = always(correct=1.0, style=0.25)
     await board.put_preference(task.default_preference)
-    app = create_app(
-        task, board, Health(60.0), None, Keeper(board, PreferenceFolder(tmp_path)), archive=tmp_path / "archive"
-    )
+    app = wired(task, tmp_path, board=board, streams=streams, tokenizer=tokenizer_of_run(None, Calculator())).app
     count, changes, answered = 200, 4, {1: 0.0}
     async with (
         consuming(streams, task, board=board),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from prometheus_client import REGISTRY
 
 from sao.archive import Archive
 from sao.board.base import TrainerState
@@ -17,11 +19,13 @@ from sao.config import load_run_config
 from sao.config.algorithms import ALGORITHMS, AlgorithmName
 from sao.curves import dropped, effective_rows
 from sao.outcome import TimedOut
-from sao.preference import PreferenceDocument
+from sao.preference import Preference, PreferenceDocument
+from sao.preference_changes import Kept
 from sao.rows import UpdateRow, read_rows
 from sao.streams.base import FencedError, StreamName
 from sao.streams.memory import MemoryStreams
 from sao.weights.filesystem import FileSystemVersionStore
+from services.trainer import metrics
 from services.trainer.checkpoint import CheckpointStore
 from services.trainer.consumer import Position, Refused, Taken
 from tests.support.training import PREFERENCE, ROOT, Trainer, World, random_trajectory
@@ -57,6 +61,41 @@ async def test_each_update_takes_exactly_its_trajectories_oldest_first(new_world
     facts = await world.board.trainer()
     assert facts is not None
     assert (facts.update, facts.consumed, facts.state) == (3, 6, TrainerState.FINISHED)
+
+
+async def test_a_switch_is_timed_from_its_put_and_each_version_names_its_newest_preference(
+    new_world: NewWorld,
+) -> None:
+    world = new_world("run.updates=55")
+
+    async def store(version: int) -> None:
+        kept = [Preference(version=n, document=PREFERENCE, stored_s=time.time() - 100) for n in range(1, version + 1)]
+        await world.board.restore_preferences(Kept.of([], older=kept))
+
+    def shown(stage: str) -> float:
+        return REGISTRY.get_sample_value("sao_trainer_adaptation_seconds", {"stage": stage}) or 0.0
+
+    metrics.ADAPTATION.clear()
+    await store(1)
+    for _ in range(60):
+        await world.deliver(reward=1.0)
+    running = asyncio.ensure_future((await world.start()).run())
+    await eventually(lambda: len(rows(world)) == 30, what="thirty updates", timeout_s=60)
+    assert (shown("trained"), shown("recovered")) == (0.0, 0.0), "the first preference is no switch"
+    await store(2)
+    for _ in range(48):
+        await world.deliver(reward=0.9, scored_under=2)
+    await eventually(lambda: len(rows(world)) == 54, what="54 updates", timeout_s=60)
+    assert 100 <= shown("trained") < 160
+    assert shown("recovered") == 0.0
+    for _ in range(2):
+        await world.deliver(reward=0.9, scored_under=2)
+    await running
+    assert 100 <= shown("recovered") < 160
+
+    store_of = FileSystemVersionStore(world.config.versions_dir, 0)
+    newest = [row for row in rows(world) if row.version][-1]
+    assert newest.preference_version == store_of.manifest(newest.version).preference == 2
 
 
 async def test_the_critic_steps_k_times_an_update_and_alone_while_it_warms_up(new_world: NewWorld) -> None:

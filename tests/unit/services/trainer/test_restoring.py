@@ -12,7 +12,7 @@ import pytest
 from sao.accepted import LOST_FILE, AcceptedLog
 from sao.board.base import TrainerFacts
 from sao.board.memory import MemoryBoard
-from sao.streams.base import AppendStatus, StoreEmptiedError, StreamUnavailableError
+from sao.streams.base import AppendStatus, StoreEmptiedError, StreamName, StreamUnavailableError
 from sao.streams.memory import MemoryStreams
 from sao.v1 import trajectory_pb2 as pb
 from services.rollout.ingest.leases.memory import MemoryLeaseLedger
@@ -68,6 +68,29 @@ async def test_what_waited_is_named_and_leased_again_and_what_was_trained_is_not
     assert await leased(world, 5) == [4, 5, 6, 7, 8]
     again = await world.streams.append(ids[0], b"a spool still had it", ordinal=0, sample=0, fields={})
     assert again is AppendStatus.SUPERSEDED
+
+
+async def test_what_waited_for_feedback_is_named_like_anything_else(new_world: NewWorld) -> None:
+    world = new_world("run.updates=9", "checkpoint.every_updates=1")
+    trained = await deliver(world, *messages(world, 2), first=0)
+    (message,) = messages(world, 3)[2:]
+    await world.streams.append(message.id, message.SerializeToString(), ordinal=2, sample=0, fields={})
+    await world.streams.open_consumer(StreamName.TRAJECTORIES, "reward")
+    (delivery,) = await world.streams.read(StreamName.TRAJECTORIES, "reward", count=9, block_ms=0)
+    assert await world.streams.room.park(delivery, "reward", {}, now_ms=1)
+    log = AcceptedLog(world.config.run.dir)
+    log.note(message.id, 2)
+    log.close()
+    await (await world.start()).run_updates(1)
+    await world.start()
+    assert trained
+    assert told(world) == [], "while it waits it is not lost"
+
+    empty(world)
+    await world.start()
+
+    assert [(row["trajectory"], row["ordinal"]) for row in told(world)] == [(message.id, 2)]
+    assert await leased(world, 2) == [2, 3]
 
 
 async def test_what_was_archived_and_not_checkpointed_trains_again_and_is_not_lost(new_world: NewWorld) -> None:

@@ -81,6 +81,7 @@ class World:
             keep_versions=2,
             holds=Holds(ControlFile(self.folder / CONTROL_FILE), wall_clock=lambda: self.now),
             drift_max=self.drift_max,
+            run_dir=self.folder,
         )
         settings = KeeperSettings(attempts=2, poll_s=0.01, probe_s=1.0, cool_down_s=10.0, mode=self.mode)
         self.slots = Slots(self.engines_out_max, hold_s=60.0, clock=lambda: self.now)

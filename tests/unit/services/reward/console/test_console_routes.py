@@ -22,9 +22,8 @@ from sao.run_history import MAX_POINTS
 from sao.streams.base import StreamName, StreamUnavailableError
 from sao.streams.memory import MemoryStreams
 from sao.telemetry.health import Health
-from services.reward.app import add_console, create_app
+from services.reward.app import wire
 from services.reward.console.pages import POLICY
-from services.reward.preference_folder import Keeper, PreferenceFolder
 from tests.support.console_run import TASK, TOKENIZER, fill_folder, fill_stores, written
 from tests.support.update_rows import trained_row, update_row
 
@@ -43,11 +42,7 @@ class World:
         self.streams: Any = MemoryStreams(self.board)
 
     def app(self) -> FastAPI:
-        keeper = Keeper(self.board, PreferenceFolder(self.folder))
-        archive = self.folder / "archive"
-        app = create_app(TASK, self.board, Health(60.0), self.config.auth.token, keeper, archive=archive)
-        add_console(app, self.config, self.board, self.streams, TOKENIZER)
-        return app
+        return wire(self.config, TASK, TOKENIZER, board=self.board, streams=self.streams, health=Health(60.0)).app
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.ASGITransport(app=self.app()), base_url="http://reward")
