@@ -10,8 +10,11 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from sao.config.schema import RunConfig
+from sao.telemetry.metrics import watch_disk
 from sao.trajectory import Trajectory
 from sao.v1 import trajectory_pb2 as pb
+from services.trainer.core.guards import GUARD_NAMES
 from services.trainer.schedule import Gate, Phase
 
 _LENGTHS = (16, 64, 256, 1024, 4096, 16384, 65536)
@@ -24,6 +27,7 @@ _LAGS = ("0", "1", "2", "3_4", "5_8", "9_16", "17_up")
 
 UPDATES = Counter("sao_trainer_updates_total", "Optimiser updates of this process, by kind", ["kind"])
 UPDATE = Gauge("sao_trainer_update_number", "Policy updates made since the run began")
+LAST_UPDATE = Gauge("sao_trainer_last_update_seconds", "Unix time of the last update; before the first, of the start")
 CONSUMED = Counter("sao_trainer_consumed_trajectories_total", "Trajectories trained on", ["finish", "task"])
 DROPPED = Counter("sao_trainer_dropped_trajectories_total", "Not trained, by reason", ["reason", "length", "task"])
 MASKED = Counter("sao_trainer_masked_tokens_total", "Action tokens masked as stale", ["reason", "length", "task"])
@@ -71,7 +75,27 @@ STORE_RESTORED = Counter("sao_trainer_restored_stores_total", "Starts that found
 STORE_LOST = Counter("sao_trainer_lost_trajectories_total", "Accepted trajectories that a start missed in the store")
 OUTAGES = Counter("sao_trainer_store_outages_total", "Calls that found the stream store unavailable")
 
+MAX_LAG = Gauge("sao_trainer_max_lag_updates", "trainer.max_lag: older tokens carry no weight")
+STARVATION_LIMIT = Gauge("sao_trainer_starvation_limit_seconds", "trainer.starvation_timeout_s")
+GUARD_LIMIT = Gauge(
+    "sao_trainer_guard_limit", "Where this guard holds publishing, in its own unit; absent: it is off", ["guard"]
+)
+
 _TRUNCATED = (pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TURN_LIMIT)
+
+
+def show_settings(config: RunConfig) -> None:
+    """What the run file sets as limits, for alerts to compare with; the clock of the first update begins here."""
+    MAX_LAG.set(config.trainer.max_lag)
+    STARVATION_LIMIT.set(config.trainer.starvation_timeout_s)
+    for guard in GUARD_NAMES:
+        if (limit := getattr(config.guards, guard)) != "off":
+            GUARD_LIMIT.labels(guard).set(limit)
+    for kind in ("policy", "critic"):
+        UPDATES.labels(kind)
+    LAST_UPDATE.set_to_current_time()
+    watch_disk("run", config.run.dir)
+    watch_disk("versions", config.versions_dir)
 
 
 def length_bucket(action_tokens: int) -> str:
@@ -124,6 +148,7 @@ def show_update(numbers: Mapping[str, float]) -> None:
     def of(name: str) -> float:
         return numbers.get(name, math.nan)
 
+    LAST_UPDATE.set_to_current_time()
     for verdict in _VERDICTS:
         DIS.labels(verdict, "all").set(of(f"dis_{verdict}_fraction"))
         for lag in _LAGS:
