@@ -20,10 +20,10 @@ from services.trainer.schedule import Gate, Phase
 _LENGTHS = (16, 64, 256, 1024, 4096, 16384, 65536)
 _TURNS = (1, 2, 3, 4, 8, 16, 32, 64)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_VERDICTS = ("accepted", "rejected_low", "rejected_high", "stale", "non_finite")
+VERDICTS = ("accepted", "rejected_low", "rejected_high", "stale", "non_finite")
 GROUP_OUTCOMES = ("complete", "filled", "dropped", "zero_spread")
 """`zero_spread` on top of one of the first two: all rewards were equal, no gradient follows."""
-_LAGS = ("0", "1", "2", "3_4", "5_8", "9_16", "17_up")
+LAGS = ("0", "1", "2", "3_4", "5_8", "9_16", "17_up")
 
 UPDATES = Counter("sao_trainer_updates_total", "Optimiser updates of this process, by kind", ["kind"])
 UPDATE = Gauge("sao_trainer_update_number", "Policy updates made since the run began")
@@ -149,9 +149,9 @@ def show_update(numbers: Mapping[str, float]) -> None:
         return numbers.get(name, math.nan)
 
     LAST_UPDATE.set_to_current_time()
-    for verdict in _VERDICTS:
+    for verdict in VERDICTS:
         DIS.labels(verdict, "all").set(of(f"dis_{verdict}_fraction"))
-        for lag in _LAGS:
+        for lag in LAGS:
             DIS.labels(verdict, lag).set(of(f"dis_{verdict}_fraction.lag_{lag}"))
     for statistic in ("mean", "p99", "max"):
         RATIO.labels(statistic).set(of(f"ratio_{statistic}"))
