@@ -45,6 +45,8 @@ VALUES: Mapping[tuple[str, str], frozenset[str]] = {
 }
 """What a label can be, where the code has a list of it."""
 
+_OPERATORS = {"MatchOp.Equal": "=", "MatchOp.NotEqual": "!=", "MatchOp.Re": "=~", "MatchOp.NotRe": "!~"}
+
 
 @dataclass(frozen=True)
 class Series:
@@ -53,6 +55,12 @@ class Series:
     metric: str
     matchers: tuple[tuple[str, str, str], ...]
     """(Label, operator, value)."""
+
+    @property
+    def selector(self) -> str:
+        """As it is written, without offset or window."""
+        inside = ", ".join(f'{label}{operator}"{value}"' for label, operator, value in self.matchers)
+        return f"{self.metric}{{{inside}}}" if inside else self.metric
 
 
 @dataclass
@@ -187,5 +195,5 @@ def problems(expr: str) -> list[str]:
 
 
 def _series(node: promql.VectorSelector) -> Series:
-    matchers = [(one.name, str(one.op), one.value) for one in node.matchers.matchers]
+    matchers = [(one.name, _OPERATORS[str(one.op)], one.value) for one in node.matchers.matchers]
     return Series(node.name or "", tuple(matchers))

@@ -18,6 +18,7 @@ class Panel:
     """Dashboard, title and letter."""
     expr: str
     legend: str = ""
+    is_annotation: bool = False
 
 
 def dashboard_names() -> list[str]:
@@ -33,7 +34,7 @@ def panel_expressions(dashboard: str) -> Iterator[Panel]:
             name = f"{dashboard}/{panel['title']}/{target['refId']}"
             yield Panel(name, target["expr"], target.get("legendFormat", ""))
     for annotation in board["annotations"]["list"]:
-        yield Panel(f"{dashboard}/{annotation['name']}", annotation["expr"])
+        yield Panel(f"{dashboard}/{annotation['name']}", annotation["expr"], is_annotation=True)
 
 
 def plain(expr: str) -> str:

@@ -16,8 +16,11 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from bench.alerts import empty
+from bench.alerts.run import sides
 from deploy.monitoring import dashboards
 from deploy.monitoring.dashboards.parts import limit_of
+from sao.config import load_run_config
 from tests.unit.deploy import files
 from tools.metrics_docs import MODULES, declared
 from tools.monitoring import expressions
@@ -190,6 +193,16 @@ def test_a_mutated_rule_fails_its_unit_tests(topic: str, written: str, mutated: 
     assert promtool("test", "rules", tmp_path / "tests" / f"{topic}.yaml").returncode != 0
 
 
+def test_what_may_be_empty_in_the_real_check_exists() -> None:
+    assert {one: told for one in empty.SERIES if (told := problems(one))} == {}
+    assert set(empty.EXPRESSIONS) <= {rule.name for rule in rules()} | {panel.name for panel in PANELS}
+
+
+def test_the_real_check_asks_for_what_an_alert_compares() -> None:
+    assert sides("a - b > 2 and on (run) max by (run) (c) == 1 unless d") == ["a{} - b{}", "max by (run)(c{})", "d{}"]
+    assert sides("(a or b) > on (run) 0.9 * c") == ["a{}", "b{}", "0.9 * c{}"]
+
+
 # --- dashboards
 
 
@@ -245,7 +258,7 @@ def test_compose_scrapes_each_service_where_it_listens() -> None:
         for static in job["static_configs"]
         for target in static["targets"]
     }
-    run = files_run()
+    run = load_run_config(files.RUN_FILE, env={})
     assert found == {
         ("sao-ingest", f"ingest:{run.ingest.metrics_port}"),
         ("sao-rollout", f"rollout:{run.rollout.metrics_port}"),
@@ -254,12 +267,6 @@ def test_compose_scrapes_each_service_where_it_listens() -> None:
         ("sao-weights", f"weights:{run.weights.port}"),
     }
     assert {target.partition(":")[0] for _, target in found} <= set(files.compose()["services"])
-
-
-def files_run() -> Any:
-    from sao.config import load_run_config
-
-    return load_run_config(files.RUN_FILE, env={})
 
 
 def monitor(name: str) -> dict[str, Any]:
