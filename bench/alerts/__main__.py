@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from bench.alerts.run import check, promtool, result
@@ -19,7 +20,7 @@ def main() -> int:
     if missing:
         print(f"{' and '.join(missing)} missing: on Debian, apt-get install prometheus", file=sys.stderr)
         return 2
-    now = commit()
+    now, began = commit(), time.monotonic()
     refused = promtool()
     folder = Path(tempfile.mkdtemp(prefix="sao-alerts-"))
     process = start(folder / "run", "0", "--preset", "tiny", "--updates", str(UPDATES))
@@ -29,7 +30,9 @@ def main() -> int:
         if process.poll() is None:
             process.terminate()
             process.wait(timeout=60)
-    (RESULTS / "alerts.json").write_text(result(now, refused, found), encoding="utf-8")
+    (RESULTS / "alerts.json").write_text(
+        result(now, refused, found | {"wall_s": round(time.monotonic() - began, 1)}), encoding="utf-8"
+    )
     for problem in [*refused, *found["problems"]]:
         print(problem, file=sys.stderr)
     passed = found["passed"] and not refused

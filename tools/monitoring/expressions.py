@@ -69,7 +69,7 @@ class Names:
 
     series: list[Series] = field(default_factory=list)
     labels: set[str] = field(default_factory=set)
-    """Of `by`, `without`, `on`, `ignoring`, `group_left` and `group_right`."""
+    """Of `by` and `on`."""
 
 
 @cache

@@ -138,7 +138,9 @@ class Board:
         """One number now, red beyond the alert's limit, or from `red_from` on."""
         panel = stat.Panel().title(title).description(why).datasource(SOURCE).unit(unit)
         panel.height(4).span(_WIDTH["stat"]).with_target(_query(Line(expr, "{{run}}"), "A", instant=True))
-        panel.thresholds(_thresholds(alert, red_from))
+        panel.thresholds(_thresholds(alert, red_from)).color_mode(common_models.BigValueColorMode.VALUE)
+        panel.graph_mode(common_models.BigValueGraphMode.NONE)
+        panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
         self._made.with_panel(panel)
 
     def graph(

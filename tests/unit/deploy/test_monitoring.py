@@ -222,6 +222,7 @@ def test_a_dashboard_has_variables_annotations_units_and_an_explanation_for_each
     for panel in panels:
         assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
         assert panel["description"], panel["title"]
+        assert panel["options"], panel["title"]
         assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24, panel["title"]
 
 
