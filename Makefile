@@ -3,18 +3,19 @@
 # make test    setup, then every test
 # make check   style, types, wire contract
 # make chaos ROUNDS=100   kill, stop, cut off and damage what runs, then account for every trajectory (docs/chaos.md)
+# make alerts-check   promtool over alert rules and their tests, then a real Prometheus over a real run (needs Debian's prometheus)
 # make prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability | prove-fuzz | prove-soak | prove-transitions | prove-weights | prove-online | prove-judge | prove-preferences-api | prove-feedback   the README's claims (minutes a seed)
 PYTHON ?= python3.11
 PRESET ?= tiny
 ARGS ?=
 ROUNDS ?= 100
 BIN := .venv/bin
-CODE := sao services tests engine/sglang_cpuref tools bench
+CODE := sao services tests engine/sglang_cpuref tools bench deploy
 export OMP_NUM_THREADS := 1
 
 PROOFS := prove-learning prove-streaming prove-preference prove-engines prove-stability prove-fuzz prove-soak prove-transitions prove-weights prove-online prove-judge prove-put prove-feedback
 
-.PHONY: $(PROOFS) prove-preferences-api help setup run test browser chaos check format proto locks clean
+.PHONY: $(PROOFS) prove-preferences-api help setup run test browser alerts-check chaos check format proto locks clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -43,6 +44,9 @@ prove-preferences-api: prove-put
 
 chaos: setup
 	@$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(ARGS)
+
+alerts-check: setup
+	@$(BIN)/python -m bench.alerts
 
 check: setup
 	$(BIN)/ruff check .

@@ -16,8 +16,10 @@ from sao.tasks import load_task
 from sao.tasks.prompts import load_prompts, prompt_for
 from sao.telemetry.health import Health
 from sao.telemetry.http import TelemetryServer
+from sao.telemetry.metrics import watch_disk
 from sao.tokenizer import FileTokenizer
 from sao.weights.filesystem import FileSystemVersionStore
+from services.rollout import metrics
 from services.rollout.checkpoint import TOKENIZER_FILE, first_checkpoint, vocabulary_size
 from services.rollout.engines.base import Engine
 from services.rollout.engines.sglang import SGLangEngine
@@ -88,6 +90,8 @@ def _connect(
 def make_spool(config: RunConfig) -> Spool:
     """The worker's spool, closed, and behind it the run's dead folder."""
     max_bytes = config.rollout.spool_mb * 2**20
+    metrics.SPOOL_LIMIT.set(max_bytes)
+    watch_disk("spool", spool_folder(config))
     return Spool(spool_folder(config), dead=TrajectoryFolder(config.run.dir / "dead"), max_bytes=max_bytes)
 
 

@@ -32,6 +32,7 @@ PUBLISH_SECONDS = Histogram(
 DEAD = Counter("sao_rollout_dead_trajectories_total", "Trajectories written to the dead folder", ["code"])
 SPOOLED = Gauge("sao_rollout_spooled_trajectories", "Finished trajectories on disk that ingest does not have yet")
 SPOOL_BYTES = Gauge("sao_rollout_spool_bytes", "Their size; no prompt is leased from rollout.spool_mb on")
+SPOOL_LIMIT = Gauge("sao_rollout_spool_limit_bytes", "rollout.spool_mb, in bytes")
 SPOOL_WRITE_SECONDS = Histogram(
     "sao_rollout_spool_write_seconds",
     "From a finished episode until its file and directory are fsynced",

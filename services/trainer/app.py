@@ -34,6 +34,7 @@ from sao.telemetry.logs import get_logger
 from sao.tokenizer import FileTokenizer
 from sao.weights.base import VersionStore
 from sao.weights.filesystem import FileSystemVersionStore
+from services.trainer import metrics
 from services.trainer.backends.base import TrainingBackend
 from services.trainer.batcher import batcher_of
 from services.trainer.canary import canary_sequences, sequences_for
@@ -67,6 +68,7 @@ async def serve(config: RunConfig, stop: asyncio.Event) -> None:
     if own_rank() > 0:
         _follow(config)
         return
+    metrics.show_settings(config)
     health = Health(config.trainer.starvation_timeout_s)
     telemetry = TelemetryServer(health, config.ingest.bind, config.trainer.metrics_port)
     log.info("telemetry", port=telemetry.start())

@@ -10,20 +10,24 @@ from collections.abc import Mapping
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from sao.config.schema import RunConfig
+from sao.telemetry.metrics import watch_disk
 from sao.trajectory import Trajectory
 from sao.v1 import trajectory_pb2 as pb
+from services.trainer.core.guards import GUARD_NAMES
 from services.trainer.schedule import Gate, Phase
 
 _LENGTHS = (16, 64, 256, 1024, 4096, 16384, 65536)
 _TURNS = (1, 2, 3, 4, 8, 16, 32, 64)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-_VERDICTS = ("accepted", "rejected_low", "rejected_high", "stale", "non_finite")
+VERDICTS = ("accepted", "rejected_low", "rejected_high", "stale", "non_finite")
 GROUP_OUTCOMES = ("complete", "filled", "dropped", "zero_spread")
 """`zero_spread` on top of one of the first two: all rewards were equal, no gradient follows."""
-_LAGS = ("0", "1", "2", "3_4", "5_8", "9_16", "17_up")
+LAGS = ("0", "1", "2", "3_4", "5_8", "9_16", "17_up")
 
 UPDATES = Counter("sao_trainer_updates_total", "Optimiser updates of this process, by kind", ["kind"])
 UPDATE = Gauge("sao_trainer_update_number", "Policy updates made since the run began")
+LAST_UPDATE = Gauge("sao_trainer_last_update_seconds", "Unix time of the last update; before the first, of the start")
 CONSUMED = Counter("sao_trainer_consumed_trajectories_total", "Trajectories trained on", ["finish", "task"])
 DROPPED = Counter("sao_trainer_dropped_trajectories_total", "Not trained, by reason", ["reason", "length", "task"])
 MASKED = Counter("sao_trainer_masked_tokens_total", "Action tokens masked as stale", ["reason", "length", "task"])
@@ -76,7 +80,27 @@ STORE_RESTORED = Counter("sao_trainer_restored_stores_total", "Starts that found
 STORE_LOST = Counter("sao_trainer_lost_trajectories_total", "Accepted trajectories that a start missed in the store")
 OUTAGES = Counter("sao_trainer_store_outages_total", "Calls that found the stream store unavailable")
 
+MAX_LAG = Gauge("sao_trainer_max_lag_updates", "trainer.max_lag: older tokens carry no weight")
+STARVATION_LIMIT = Gauge("sao_trainer_starvation_limit_seconds", "trainer.starvation_timeout_s")
+GUARD_LIMIT = Gauge(
+    "sao_trainer_guard_limit", "Where this guard holds publishing, in its own unit; absent: it is off", ["guard"]
+)
+
 _TRUNCATED = (pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_TURN_LIMIT)
+
+
+def show_settings(config: RunConfig) -> None:
+    """What the run file sets as limits, for alerts to compare with; the clock of the first update begins here."""
+    MAX_LAG.set(config.trainer.max_lag)
+    STARVATION_LIMIT.set(config.trainer.starvation_timeout_s)
+    for guard in GUARD_NAMES:
+        if (limit := getattr(config.guards, guard)) != "off":
+            GUARD_LIMIT.labels(guard).set(limit)
+    for kind in ("policy", "critic"):
+        UPDATES.labels(kind)
+    LAST_UPDATE.set_to_current_time()
+    watch_disk("run", config.run.dir)
+    watch_disk("versions", config.versions_dir)
 
 
 def length_bucket(action_tokens: int) -> str:
@@ -129,9 +153,10 @@ def show_update(numbers: Mapping[str, float]) -> None:
     def of(name: str) -> float:
         return numbers.get(name, math.nan)
 
-    for verdict in _VERDICTS:
+    LAST_UPDATE.set_to_current_time()
+    for verdict in VERDICTS:
         DIS.labels(verdict, "all").set(of(f"dis_{verdict}_fraction"))
-        for lag in _LAGS:
+        for lag in LAGS:
             DIS.labels(verdict, lag).set(of(f"dis_{verdict}_fraction.lag_{lag}"))
     for statistic in ("mean", "p99", "max"):
         RATIO.labels(statistic).set(of(f"ratio_{statistic}"))

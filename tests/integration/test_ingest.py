@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from prometheus_client import REGISTRY
 
 from sao.board.base import TrainerFacts, TrainerState
 from sao.board.memory import MemoryBoard
@@ -46,6 +47,10 @@ async def ingest() -> AsyncIterator[Ingest]:
         yield opened
 
 
+def shown(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(name, labels)
+
+
 async def publish(ingest: Ingest, message: trajectory_pb2.Trajectory) -> pb.PublishStatus.ValueType:
     request = pb.PublishRequest(trajectory=message)
     response = await ingest.stub.Publish(request, timeout=10, metadata=ingest.metadata)
@@ -71,6 +76,23 @@ async def test_an_accepted_trajectory_is_durable_byte_for_byte(ingest: Ingest) -
     payload = await ingest.streams.payload(message.id)
     assert payload is not None
     assert Trajectory.from_bytes(payload).message == message
+
+
+async def test_alerts_are_told_the_limits_and_when_the_last_trajectory_was_accepted(ingest: Ingest) -> None:
+    config = ingest.config
+    assert shown("sao_ingest_admission_limit_trajectories") == config.admission_limit
+    assert shown("sao_ingest_back_pressure_ratio") == config.redis.back_pressure_at
+    assert shown("sao_ingest_episode_deadline_seconds") == config.ingest.episode_deadline_s
+    assert shown("sao_ingest_store_errors_total", kind="unavailable") is not None
+    before = time.time()
+    assert (shown("sao_ingest_last_accepted_seconds") or 0) <= before
+    message = good(random.Random(0), ingest.limits)
+    await publish(ingest, message)
+    accepted = shown("sao_ingest_last_accepted_seconds")
+    assert accepted is not None
+    assert accepted >= before
+    await publish(ingest, message)
+    assert shown("sao_ingest_last_accepted_seconds") == accepted, "a duplicate is no news"
 
 
 async def test_routed_experts_are_stored_beside_the_trajectory_that_names_them() -> None:

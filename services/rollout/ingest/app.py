@@ -96,7 +96,7 @@ def make_servicer(
     accepted: AcceptedLog | None = None,
 ) -> IngestServicer:
     """The service over these stores; it refuses everything until it is opened."""
-    metrics.ADMISSION_LIMIT.set(config.admission_limit)
+    metrics.show_settings(config)
     return IngestServicer(
         config,
         streams=streams,

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from sao.config.schema import RunConfig
+from sao.streams.base import AppendStatus
+from sao.telemetry.metrics import watch_disk
+
 TRAJECTORIES = Counter("sao_ingest_trajectories_total", "Published trajectories, by the answer", ["status"])
 UNDECODABLE = Counter("sao_ingest_undecodable_requests_total", "Requests whose bytes were no message of their kind")
 UNNOTED = Counter("sao_ingest_unnoted_trajectories_total", "Accepted, but not written down beside the store")
+LAST_ACCEPTED = Gauge(
+    "sao_ingest_last_accepted_seconds", "Unix time of the last accepted trajectory; before the first, of the start"
+)
 VIOLATIONS = Counter("sao_ingest_violations_total", "Violated invariants", ["code"])
 TRAJECTORY_TOKENS = Histogram(
     "sao_ingest_trajectory_tokens", "Length of accepted trajectories", buckets=[2**n for n in range(4, 19)]
@@ -28,4 +35,22 @@ STORE_PRESSURE = Gauge(
 STORE_PRESSURE_SINCE = Gauge(
     "sao_ingest_store_pressure_since_seconds", "Unix time at which the store came to its mark; 0 while there is room"
 )
+BACK_PRESSURE = Gauge("sao_ingest_back_pressure_ratio", "redis.back_pressure_at: the mark of the store's memory")
+EPISODE_DEADLINE = Gauge(
+    "sao_ingest_episode_deadline_seconds", "ingest.episode_deadline_s: the longest an episode lasts"
+)
 STORE_ERRORS = Counter("sao_ingest_store_errors_total", "Calls that the stream store did not serve", ["kind"])
+
+
+def show_settings(config: RunConfig) -> None:
+    """What the run file sets as limits, for alerts to compare with; the clock of the first trajectory begins here."""
+    ADMISSION_LIMIT.set(config.admission_limit)
+    BACK_PRESSURE.set(config.redis.back_pressure_at)
+    EPISODE_DEADLINE.set(config.ingest.episode_deadline_s)
+    LAST_ACCEPTED.set_to_current_time()
+    # A counter that is there before it rises: the first rise is one.
+    for status in AppendStatus:
+        TRAJECTORIES.labels(status.value)
+    for kind in ("full", "unavailable"):
+        STORE_ERRORS.labels(kind)
+    watch_disk("run", config.run.dir)

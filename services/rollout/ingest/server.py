@@ -161,6 +161,7 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
         if status is AppendStatus.ACCEPTED:
             tokens = sum(len(segment.token_ids) for segment in trajectory.segments) + len(trajectory.prompt_token_ids)
             metrics.TRAJECTORY_TOKENS.observe(tokens)
+            metrics.LAST_ACCEPTED.set_to_current_time()
         log.info("trajectory published", trajectory=trajectory.id, ordinal=trajectory.ordinal, status=status.value)
         return _STATUS[status]
 

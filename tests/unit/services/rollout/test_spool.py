@@ -9,9 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
+from prometheus_client import REGISTRY
 
+from sao.config import load_run_config
 from sao.v1.ingest_pb2 import PublishRequest
 from services.rollout import metrics
+from services.rollout.app import make_spool
 from services.rollout.folder import TrajectoryFolder
 from services.rollout.spool import Spool, SpoolInUseError
 from tests.support.rollout_worker import open_spool
@@ -24,6 +27,12 @@ FIRST, SECOND, THIRD = (request.trajectory.id for request in REQUESTS)
 def errors(operation: str, error: str) -> float:
     value: float = metrics.SPOOL_ERRORS.labels(operation, error)._value.get()
     return value
+
+
+def test_alerts_are_told_how_much_a_spool_may_hold(tmp_path: Path) -> None:
+    make_spool(load_run_config(None, [f'run.dir="{tmp_path}"', "rollout.spool_mb=3"], env={}))
+    assert REGISTRY.get_sample_value("sao_rollout_spool_limit_bytes") == 3 * 2**20
+    assert (REGISTRY.get_sample_value("sao_process_disk_used_ratio", {"folder": "spool"}) or 0) > 0
 
 
 async def test_the_next_process_finds_what_was_put_and_not_removed(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""A real Prometheus over a real run: `python -m bench.alerts`."""

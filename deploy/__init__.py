@@ -1,0 +1,1 @@
+"""How SAO is deployed; the Python in here makes what is checked in beside it."""

@@ -1,0 +1,1 @@
+"""Alerts, dashboards and scrape configuration (docs/operations.md)."""
