@@ -2,6 +2,8 @@
 # make run     setup, then the whole system learns on this machine
 # make test    setup, then every test
 # make check   style, types, wire contract
+# make k8s-check      render and judge deploy/k8s (ARGS=--mutate: show that mistakes are noticed); needs kubectl
+# make compose-check  judge docker-compose.yml and the Dockerfiles
 # make chaos ROUNDS=100   kill, stop, cut off and damage what runs, then account for every trajectory (docs/chaos.md)
 # make prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability | prove-fuzz | prove-soak | prove-transitions | prove-weights | prove-online   the README's claims (minutes a seed)
 PYTHON ?= python3.11
@@ -14,7 +16,7 @@ export OMP_NUM_THREADS := 1
 
 PROOFS := prove-learning prove-streaming prove-preference prove-engines prove-stability prove-fuzz prove-soak prove-transitions prove-weights prove-online
 
-.PHONY: $(PROOFS) help setup run test browser chaos check format proto locks clean
+.PHONY: $(PROOFS) help setup run test browser k8s-check compose-check chaos check format proto locks clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -38,6 +40,19 @@ browser:
 
 $(PROOFS): setup
 	$(BIN)/python -m bench.prove $(@:prove-%=%) $(ARGS)
+
+# checkov's pins would clash with the project's, so what judges manifests has an environment of its own.
+.venv-deploy/stamp: requirements/deploy.lock
+	@echo "building .venv-deploy (a minute, once)"
+	@$(PYTHON) -m venv --clear .venv-deploy
+	@.venv-deploy/bin/pip install --quiet --no-deps --disable-pip-version-check -r requirements/deploy.lock
+	@touch $@
+
+k8s-check: setup .venv-deploy/stamp
+	@.venv-deploy/bin/python -m tools.k8s_check $(ARGS)
+
+compose-check: .venv-deploy/stamp
+	@.venv-deploy/bin/python -m tools.compose_check $(ARGS)
 
 chaos: setup
 	@$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(ARGS)

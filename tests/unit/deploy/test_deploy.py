@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from sao.config import RunConfig, load_run_config
 from tests.unit.deploy import files
