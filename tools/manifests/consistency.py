@@ -43,7 +43,12 @@ def run_file(objects: Sequence[Object]) -> str:
 
 def effective(objects: Sequence[Object]) -> dict[str, Any]:
     """Its tables over those of its preset."""
-    tables = tomllib.loads(run_file(objects))
+    return over_preset(run_file(objects))
+
+
+def over_preset(text: str) -> dict[str, Any]:
+    """The tables of a run file over those of the preset that it names."""
+    tables = tomllib.loads(text)
     preset = ROOT / "sao" / "config" / "presets" / f"{tables.pop('preset')}.toml"
     merged = tomllib.loads(preset.read_text())
     for section, values in tables.items():

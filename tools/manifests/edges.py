@@ -132,7 +132,7 @@ def _passes(policies: Sequence[Object], way: str, subject: Peer, other: Peer, po
     mine = [
         one["spec"]
         for one in policies
-        if way.capitalize() in one["spec"]["policyTypes"] and _selects(one["spec"]["podSelector"], subject.labels)
+        if way.capitalize() in one["spec"]["policyTypes"] and selects(one["spec"]["podSelector"], subject.labels)
     ]
     if not mine:
         return True
@@ -151,14 +151,15 @@ def _matches(term: Mapping[str, Any], other: Peer) -> bool:
     if "ipBlock" in term:
         return False
     if "namespaceSelector" in term:
-        if not _selects(term["namespaceSelector"], {"kubernetes.io/metadata.name": other.namespace}):
+        if not selects(term["namespaceSelector"], {"kubernetes.io/metadata.name": other.namespace}):
             return False
     elif other.namespace != NAMESPACE:
         return False
-    return "podSelector" not in term or _selects(term["podSelector"], other.labels)
+    return "podSelector" not in term or selects(term["podSelector"], other.labels)
 
 
-def _selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a label selector finds a pod of these labels; ValueError for an unknown operator."""
     exact = all(labels.get(key) == value for key, value in (selector.get("matchLabels") or {}).items())
     return exact and all(_expression(one, labels) for one in selector.get("matchExpressions") or [])
 

@@ -40,21 +40,25 @@ def _distributions() -> dict[str, list[str]]:
     return dict(metadata.packages_distributions())
 
 
-def distributions(entry: str) -> set[str]:
-    """Normalised names of the distributions that starting `entry` may import, directly or through our modules."""
-    needed: set[str] = set()
+@cache
+def reached(entry: str) -> frozenset[str]:
+    """Every name that starting `entry` may import, directly or through our modules."""
     waiting, done = [entry, f"{entry}.__main__"], set()
     while waiting:
         module = waiting.pop()
         if module in done:
             continue
         done.add(module)
-        top = module.partition(".")[0]
         file = file_of(module)
         if file is not None:
             parents = module.split(".")[:-1]
             waiting += [".".join(parents[: count + 1]) for count in range(len(parents))]
             waiting += _imports(ast.parse(file.read_text()))
-        elif not (ROOT / top).is_dir() and top not in sys.stdlib_module_names:
-            needed |= {normalised(name) for name in _distributions().get(top, [top])[:1]}
-    return needed
+    return frozenset(done)
+
+
+def distributions(entry: str) -> set[str]:
+    """Normalised names of the distributions that starting `entry` may import, directly or through our modules."""
+    tops = {module.partition(".")[0] for module in reached(entry) if file_of(module) is None}
+    others = {top for top in tops if not (ROOT / top).is_dir() and top not in sys.stdlib_module_names}
+    return {normalised(name) for top in others for name in _distributions().get(top, [top])[:1]}
