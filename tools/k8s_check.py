@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tools.manifests import consistency, edges, mutations, policy, schemas
-from tools.manifests.render import OVERLAYS, ROOT, Object, RenderError, checked_as, render_overlay, render_with
+from tools.manifests.render import OVERLAYS, ROOT, Object, RenderError, checked_as, loader, render_overlay, render_with
 
 SAO = ROOT / ".venv" / "bin" / "python"
 _SAO_TIMEOUT_S = 120
@@ -56,8 +56,14 @@ def _check(rendered: Rendered, folder: Path | None) -> int:
         failures += len(found)
         sys.stdout.write(f"{name}: {len(objects)} objects, {len(found)} findings\n")
         sys.stdout.writelines(f"  {text}\n" for text in found)
+    beside = loader()
+    found = [text for version in schemas.VERSIONS for text in _kubernetes(beside, version)]
+    found += consistency.exposures(beside)
+    failures += len(found)
+    sys.stdout.write(f"loader.yaml: {len(found)} findings\n")
+    sys.stdout.writelines(f"  {text}\n" for text in found)
     explained = policy.suppressions()
-    open_, unused = policy.unexplained(policy.violations(rendered), explained)
+    open_, unused = policy.unexplained(policy.violations({**rendered, "loader": beside}), explained)
     sys.stdout.write(f"checkov: {len(open_)} unexplained violations, {len(explained)} explained suppressions\n")
     sys.stdout.writelines(f"  {one.source}: {one}\n" for one in open_)
     sys.stdout.writelines(f"  {one.check} for {one.objects}: suppressed, and nothing violates it\n" for one in unused)

@@ -19,19 +19,13 @@ _PINNED = re.compile(r"^[^:@]+(:[0-9v][\w.-]*|@sha256:[0-9a-f]{64})$")
 
 def findings(objects: Sequence[Object]) -> list[str]:
     """Every contradiction in an overlay; empty when there is none."""
-    checks = (
-        _references,
-        _images,
-        _accounts,
-        _hardening,
-        _resources,
-        _run_file_is_one,
-        _hardware,
-        _store,
-        _grace,
-        _scaling,
-    )
-    return [text for check in checks for text in check(objects)]
+    checks = (_references, _run_file_is_one, _hardware, _store, _grace, _scaling)
+    return [*exposures(objects), *(text for check in checks for text in check(objects))]
+
+
+def exposures(objects: Sequence[Object]) -> list[str]:
+    """Every pod that has more rights, or fewer bounds, than it needs."""
+    return [text for check in (_images, _accounts, _hardening, _resources) for text in check(objects)]
 
 
 def run_file(objects: Sequence[Object]) -> str:

@@ -83,6 +83,11 @@ def render_overlay(name: str) -> list[Object]:
     return render(K8S / "overlays" / name)
 
 
+def loader() -> list[Object]:
+    """The pod that puts a checkpoint into the volume."""
+    return [yaml.safe_load((K8S / "loader.yaml").read_text())]
+
+
 def render_with(overlay: str, components: Sequence[str]) -> list[Object]:
     """An overlay of one's own: `overlay` with these components of deploy/k8s/components."""
     with tempfile.TemporaryDirectory(dir=K8S / "overlays", prefix=".own-") as folder:
@@ -104,7 +109,9 @@ def pods(objects: Sequence[Object]) -> list[Pod]:
 
 def _pods_of(one: Object) -> Iterator[Pod]:
     owner, spec = f"{one['kind']} {one['metadata']['name']}", one.get("spec") or {}
-    if one["kind"] in {"Deployment", "StatefulSet"}:
+    if one["kind"] == "Pod":
+        yield Pod(owner, one["metadata"]["labels"], spec, 1)
+    elif one["kind"] in {"Deployment", "StatefulSet"}:
         template = spec["template"]
         yield Pod(owner, template["metadata"]["labels"], template["spec"], spec.get("replicas", 1))
     elif one["kind"] == "LeaderWorkerSet":

@@ -15,7 +15,7 @@ from sao.config.fits import refuse_what_cannot_fit
 from sao.config.schema import RunConfig
 from tests.unit.deploy import files
 from tools.manifests import consistency, edges, mutations
-from tools.manifests.render import K8S, OVERLAYS, Object, named, pods, render
+from tools.manifests.render import K8S, OVERLAYS, Object, loader, named, pods, render
 
 FAST = [one for one in mutations.MUTATIONS if one.caught_by in {"edges", "consistency"}]
 PORTS = {"ingest": (50051, 9100), "rollout": (9100,), "reward": (8080,), "trainer": (9100,), "weights": (8080,)}
@@ -163,3 +163,15 @@ def test_a_changed_run_file_replaces_every_pod_that_reads_it(name: str, tmp_path
         if "volumes" in pod.spec
     }
     assert {name for names in reading.values() for name in names} == {new["metadata"]["name"]}
+
+
+def test_the_loader_has_no_more_rights_than_the_others() -> None:
+    assert consistency.exposures(loader()) == []
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_what_reads_the_initial_model_waits_for_it(name: str) -> None:
+    for pod in pods(files.overlay(name)):
+        reads = pod.name in {"reward", "rollout", "trainer", "trainer-rank", "engine", "engine-rank"}
+        waits = {"wait-for-initial-model", "warm-start"} & {one["name"] for one in pod.spec.get("initContainers", [])}
+        assert bool(waits) == reads, pod.owner
