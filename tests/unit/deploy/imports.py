@@ -21,6 +21,11 @@ def file_of(module: str) -> Path | None:
     return found[0] if found else None
 
 
+@cache
+def _imported_by(file: Path) -> tuple[str, ...]:
+    return tuple(_imports(ast.parse(file.read_text())))
+
+
 def _imports(tree: ast.AST) -> Iterator[str]:
     """Every name imported at run time; from A import B gives A and A.B."""
     for node in ast.iter_child_nodes(tree):
@@ -53,7 +58,7 @@ def reached(entry: str) -> frozenset[str]:
         if file is not None:
             parents = module.split(".")[:-1]
             waiting += [".".join(parents[: count + 1]) for count in range(len(parents))]
-            waiting += _imports(ast.parse(file.read_text()))
+            waiting += _imported_by(file)
     return frozenset(done)
 
 
