@@ -70,7 +70,7 @@ def test_torchrun_knows_every_flag() -> None:
     every = lines("trainer")
     assert len(every) == 2
     for line in every:
-        found = parse_args(line)
+        found = parse_args(line)  # type: ignore[no-untyped-call]
         assert (found.nnodes, found.node_rank, found.master_addr) == ("2", 1, "leader")
         assert (found.training_script, found.module, found.max_restarts) == ("services.trainer", True, 0)
         ranks = files.run_config(files.overlay("gpu-multi")).trainer.ranks

@@ -15,7 +15,7 @@ from sao.config.fits import refuse_what_cannot_fit
 from sao.config.schema import RunConfig
 from tests.unit.deploy import files
 from tools.manifests import consistency, edges, mutations
-from tools.manifests.render import K8S, OVERLAYS, Object, loader, named, pods, render
+from tools.manifests.render import K8S, OVERLAYS, Object, kubectl, loader, named, pods, render, render_with
 
 FAST = [one for one in mutations.MUTATIONS if one.caught_by in {"edges", "consistency"}]
 PORTS = {"ingest": (50051, 9100), "rollout": (9100,), "reward": (8080,), "trainer": (9100,), "weights": (8080,)}
@@ -163,6 +163,16 @@ def test_a_changed_run_file_replaces_every_pod_that_reads_it(name: str, tmp_path
         if "volumes" in pod.spec
     }
     assert {name for names in reading.values() for name in names} == {new["metadata"]["name"]}
+
+
+def test_a_managed_store_takes_the_place_of_ours() -> None:
+    if kubectl() is None:
+        pytest.skip(files.NO_KUBECTL)
+    objects = render_with("gpu", ["managed-redis"])
+    assert consistency.findings(objects) == []
+    assert not [one for one in objects if one["metadata"]["name"] == "valkey"]
+    (way_out,) = (one["spec"] for one in named(objects, "NetworkPolicy", "managed-redis"))
+    assert all(edges.selects(way_out["podSelector"], pod.labels) for pod in pods(objects))
 
 
 def test_the_loader_has_no_more_rights_than_the_others() -> None:
