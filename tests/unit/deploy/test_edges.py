@@ -19,15 +19,14 @@ ENTRIES = {
     "trainer": "services.trainer",
     "weights": "services.weights",
 }
+STORE_CLIENT = re.compile(r"^\s*(?:import|from) redis\b", re.MULTILINE)
 CLIENT = re.compile(
-    r"^\s*(?:import|from) (?:httpx|redis|aiohttp|requests|websockets|urllib\.request|http\.client|boto3|openai)\b"
+    r"^\s*(?:import|from) (?:httpx|aiohttp|requests|websockets|urllib\.request|http\.client|boto3|openai)\b"
     r"|\b(?:in)?secure_channel\(|\bcreate_connection\(|\bopen_connection\(|\bgetaddrinfo\(",
     re.MULTILINE,
 )
 """What a module that opens connections has in its source."""
-STORE = {"sao.board.redis", "sao.redis_client", "sao.streams.redis", "sao.streams.redis_reader"}
 DIALS = {
-    **dict.fromkeys([*STORE, "services.rollout.ingest.leases.redis"], ("valkey", "6379/TCP")),
     "services.rollout.ingest_client": ("ingest", "50051/TCP"),
     "services.rollout.engines.sglang": ("engine", "30000/TCP"),
     "services.weights.engines.sglang": ("engine", "30000/TCP"),
@@ -36,10 +35,13 @@ DIALS = {
 """Whom each of those reaches: one that is not here, or reaches somebody new, needs a row in docs/architecture.md."""
 
 
-def dialling(entry: str) -> set[str]:
-    """The modules that open connections, of those that a service may import."""
-    sources = {module: file_of(module) for module in reached(entry)}
-    return {module for module, path in sources.items() if path is not None and CLIENT.search(path.read_text())}
+def dialled(service: str) -> set[Edge]:
+    """What the modules that a service may import connect to; AssertionError for one that nobody has placed."""
+    sources = {module: path.read_text() for module in reached(ENTRIES[service]) if (path := file_of(module))}
+    clients = {module for module, source in sources.items() if CLIENT.search(source)}
+    assert clients <= set(DIALS), "who is dialled there?"
+    store = {("valkey", "6379/TCP")} if any(STORE_CLIENT.search(source) for source in sources.values()) else set()
+    return {Edge(service, *whom) for whom in {*store, *(DIALS[module] for module in clients)}}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -49,11 +51,8 @@ def test_policies_allow_exactly_the_table(overlay: str) -> None:
 
 @pytest.mark.parametrize("service", ENTRIES)
 def test_the_table_is_what_the_code_dials(service: str) -> None:
-    modules = dialling(ENTRIES[service])
-    assert modules <= set(DIALS), "who is dialled there?"
     names = {Edge(service, "dns", "53/UDP"), Edge(service, "dns", "53/TCP")}
-    said = {edge for edge in edges.documented("cpu") if edge.source == service}
-    assert said == names | {Edge(service, *DIALS[module]) for module in modules}
+    assert {edge for edge in edges.documented("cpu") if edge.source == service} == names | dialled(service)
 
 
 def test_engines_and_the_store_dial_nobody() -> None:
