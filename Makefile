@@ -2,6 +2,8 @@
 # make run     setup, then the whole system learns on this machine
 # make test    setup, then every test
 # make check   style, types, wire contract
+# make k8s-check      render and judge deploy/k8s (ARGS=--mutate: show that mistakes are noticed); needs kubectl
+# make compose-check  judge docker-compose.yml and the Dockerfiles
 # make chaos ROUNDS=100   kill, stop, cut off and damage what runs, then account for every trajectory (docs/chaos.md)
 # make alerts-check   promtool over alert rules and their tests, then a real Prometheus over a real run (needs Debian's prometheus)
 # make prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability | prove-fuzz | prove-soak | prove-transitions | prove-weights | prove-online | prove-judge | prove-preferences-api | prove-feedback   the README's claims (minutes a seed)
@@ -15,7 +17,7 @@ export OMP_NUM_THREADS := 1
 
 PROOFS := prove-learning prove-streaming prove-preference prove-engines prove-stability prove-fuzz prove-soak prove-transitions prove-weights prove-online prove-judge prove-put prove-feedback
 
-.PHONY: $(PROOFS) prove-preferences-api help setup run test browser alerts-check chaos check format proto locks clean
+.PHONY: $(PROOFS) prove-preferences-api help setup run test browser alerts-check k8s-check compose-check chaos check format proto locks clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -41,6 +43,19 @@ $(PROOFS): setup
 	$(BIN)/python -m bench.prove $(@:prove-%=%) $(ARGS)
 
 prove-preferences-api: prove-put
+
+# checkov's pins would clash with the project's, so what judges manifests has an environment of its own.
+.venv-deploy/stamp: requirements/deploy.lock
+	@echo "building .venv-deploy (a minute, once)"
+	@$(PYTHON) -m venv --clear .venv-deploy
+	@.venv-deploy/bin/pip install --quiet --no-deps --disable-pip-version-check -r requirements/deploy.lock
+	@touch $@
+
+k8s-check: setup .venv-deploy/stamp
+	@.venv-deploy/bin/python -m tools.k8s_check $(ARGS)
+
+compose-check: .venv-deploy/stamp
+	@.venv-deploy/bin/python -m tools.compose_check $(ARGS)
 
 chaos: setup
 	@$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(ARGS)

@@ -1,6 +1,8 @@
 # Ingest: gRPC in front of the trajectory stream.
 #   docker build -f deploy/docker/ingest.Dockerfile -t sao/ingest .
-FROM python:3.11-slim
+# By digest: --build-arg PYTHON=python@sha256:...
+ARG PYTHON=python:3.11-slim-bookworm
+FROM ${PYTHON}
 WORKDIR /src
 COPY requirements/light.lock requirements/light.lock
 RUN pip install --no-cache-dir -r requirements/light.lock

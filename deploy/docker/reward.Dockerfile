@@ -1,6 +1,8 @@
 # Reward service: scores trajectories under the live preference.
 #   docker build -f deploy/docker/reward.Dockerfile -t sao/reward .
-FROM python:3.11-slim
+# By digest: --build-arg PYTHON=python@sha256:...
+ARG PYTHON=python:3.11-slim-bookworm
+FROM ${PYTHON}
 WORKDIR /src
 COPY requirements/reward.lock requirements/reward.lock
 RUN pip install --no-cache-dir -r requirements/reward.lock

@@ -1,6 +1,8 @@
 # Rollout worker: plays episodes against its SGLang engine and publishes trajectories.
 #   docker build -f deploy/docker/rollout.Dockerfile -t sao/rollout .
-FROM python:3.11-slim
+# By digest: --build-arg PYTHON=python@sha256:...
+ARG PYTHON=python:3.11-slim-bookworm
+FROM ${PYTHON}
 WORKDIR /src
 COPY requirements/light.lock requirements/light.lock
 RUN pip install --no-cache-dir -r requirements/light.lock

@@ -1,11 +1,14 @@
 # Trainer: DeepSpeed engines for policy and critic. TORCH chooses the build of torch: the default is PyPI's (CUDA);
 # TORCH=torch==2.13.0+cpu with TORCH_INDEX=https://download.pytorch.org/whl/cpu makes a CPU image.
 #   docker build -f deploy/docker/trainer.Dockerfile -t sao/trainer .
-FROM python:3.11-slim
+# By digest: --build-arg PYTHON=python@sha256:...
+ARG PYTHON=python:3.11-slim-bookworm
+FROM ${PYTHON}
 WORKDIR /src
 COPY requirements/trainer.lock requirements/trainer.lock
 ARG TORCH=torch==2.13.0
 ARG TORCH_INDEX=
+# TORCH carries the version; hadolint does not look into the argument.
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url ${TORCH_INDEX}} ${TORCH}
 ENV DS_BUILD_OPS=0

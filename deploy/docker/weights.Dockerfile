@@ -1,6 +1,8 @@
 # Weight-sync service: brings every engine to the newest verified version.
 #   docker build -f deploy/docker/weights.Dockerfile -t sao/weights .
-FROM python:3.11-slim
+# By digest: --build-arg PYTHON=python@sha256:...
+ARG PYTHON=python:3.11-slim-bookworm
+FROM ${PYTHON}
 WORKDIR /src
 COPY requirements/weights.lock requirements/weights.lock
 RUN pip install --no-cache-dir -r requirements/weights.lock

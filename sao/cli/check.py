@@ -15,6 +15,7 @@ from sao.config import ConfigError, RunConfig, dump_run_config, load_run_config
 from sao.config.derived import Figure, figures
 from sao.config.doubts import doubts
 from sao.config.dump import without_password
+from sao.config.fits import refuse_what_cannot_fit
 from sao.config.keys import all_settings, section_of
 from sao.routing import expected_routing
 
@@ -30,6 +31,7 @@ def check(run_file: RunFile = None, preset: Preset = None, sets: Sets = None, to
         config = load_run_config(run_file, sets or (), preset=preset)
         not_here = refuse_unusable_task(config)
         expected_routing(config)  # refuses a model without a router
+        refuse_what_cannot_fit(config)
     except ConfigError as error:
         typer.echo(f"configuration error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from sao.config.model_size import parameters
+from sao.config.model_size import cache_values_per_token, parameters
 from sao.config.schema import RunConfig
 from sao.routing import expected_routing
 
@@ -37,7 +37,7 @@ def figures(config: RunConfig) -> list[Figure]:
     """Every derived number, in the order in which they are printed."""
     trainer, rollout = config.trainer, config.rollout
     per_update = trainer.trajectories_per_update
-    count = parameters(config.model)
+    count = policy_parameters(config)
     return [
         Figure("policy learning rate", trainer.policy_lr, "", _learning_rate_rule(config)),
         *_critic_first(config),
@@ -62,10 +62,16 @@ def figures(config: RunConfig) -> list[Figure]:
             "bytes",
             "admitted + waiting + unacknowledged + dead payloads, at most",
         ),
-        Figure("policy parameters", count, "parameters", "from the checkpoint's headers, or the tiny model's shape"),
+        Figure("policy parameters", count, "parameters", _count_rule(config)),
         Figure("trainer memory", trainer_bytes(config, count), "bytes", "per rank, without activations, at most"),
         Figure("engine memory", engine_bytes(config, count), "bytes", "weights of one engine, without its cache"),
+        Figure("engine cache", cache_bytes(config), "bytes", "of one engine, for engine.max_total_tokens"),
     ]
+
+
+def policy_parameters(config: RunConfig) -> int | None:
+    """Parameters of the policy: counted in the checkpoint where it is at hand, else as the run file says."""
+    return parameters(config.model) or config.hardware.parameters
 
 
 def action_tokens(config: RunConfig) -> int:
@@ -139,6 +145,31 @@ def trainer_bytes(config: RunConfig, count: int | None) -> int | None:
 def engine_bytes(config: RunConfig, count: int | None) -> int | None:
     """Memory for the weights in one engine."""
     return None if count is None else count * (2 if config.engine.dtype == "bfloat16" else 4)
+
+
+def least_trainer_bytes(config: RunConfig, count: int) -> int:
+    """Memory per rank without which nothing trains: the policy with its optimiser, the other networks' weights."""
+    trainer = config.trainer
+    weight = 2 if trainer.dtype == "bfloat16" else 4
+    trained = 0 if trainer.frozen else TRAINING_BYTES  # which share is frozen only the model can say
+    parts = {0: trained - 2 * weight, 1: weight, 2: weight} if trained else {2: weight}  # optimiser, gradients, weights
+    policy = sum(size / (trainer.ranks if part < trainer.zero_stage else 1) for part, size in parts.items())
+    others = config.algorithm.has_critic + (trainer.kl_coef > 0)
+    return math.floor(count * (policy + others * weight / (trainer.ranks if trainer.zero_stage == 3 else 1)))
+
+
+def cache_bytes(config: RunConfig) -> int | None:
+    """Memory of one engine's cache, over all its GPUs; None when nobody says what a token takes."""
+    per_token = config.hardware.cache_bytes_per_token
+    if config.model.path is not None and (found := cache_values_per_token(config.model.path.expanduser())):
+        per_token = found * (2 if config.engine.dtype == "bfloat16" else 4)
+    return None if per_token is None else per_token * config.engine.max_total_tokens
+
+
+def _count_rule(config: RunConfig) -> str:
+    if parameters(config.model) is None and config.hardware.parameters is not None:
+        return "hardware.parameters: the checkpoint is not on this machine"
+    return "from the checkpoint's headers, or the tiny model's shape"
 
 
 def _critic_first(config: RunConfig) -> list[Figure]:

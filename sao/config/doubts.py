@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sao.config import derived
+from sao.config import derived, fits
 from sao.config.algorithms import unused
 from sao.config.model_size import parameters
 from sao.config.schema import RunConfig
@@ -25,7 +25,14 @@ class Doubt:
 
 def doubts(config: RunConfig) -> list[Doubt]:
     """Every doubt about this configuration."""
-    return [*_staleness(config), *_learning(config), *_limits(config), *_time(config), *_exposure(config)]
+    return [
+        *_staleness(config),
+        *_learning(config),
+        *_limits(config),
+        *_memory(config),
+        *_time(config),
+        *_exposure(config),
+    ]
 
 
 def _staleness(config: RunConfig) -> Iterator[Doubt]:
@@ -67,7 +74,7 @@ def _learning(config: RunConfig) -> Iterator[Doubt]:
     if engine.dtype == "bfloat16" and config.weights.canary_tolerance < 1e-2:
         tolerance = config.weights.canary_tolerance
         yield Doubt("weights.canary_tolerance", f"{tolerance:g} is for float32; a bfloat16 engine will fail its canary")
-    if config.model.path is not None and parameters(config.model) is None:
+    if config.model.path is not None and derived.policy_parameters(config) is None:
         yield Doubt("model.path", f"no safetensors files at {config.model.path} on this machine; sizes are unknown")
 
 
@@ -103,6 +110,14 @@ def _limits(config: RunConfig) -> Iterator[Doubt]:
             "engine.max_total_tokens",
             f"{engine.max_total_tokens} may not hold {per_engine} episodes of {rollout.max_tokens} tokens at once",
         )
+
+
+def _memory(config: RunConfig) -> Iterator[Doubt]:
+    found, said = parameters(config.model), config.hardware.parameters
+    if found is not None and said is not None and found != said:
+        yield Doubt("hardware.parameters", f"{said:,}, but the model here has {found:,}, which is what counts")
+    for key, reason in fits.tight(config):
+        yield Doubt(key, reason)
 
 
 def _time(config: RunConfig) -> Iterator[Doubt]:

@@ -37,6 +37,17 @@ def checkpoint_parameters(directory: Path) -> int | None:
     return sum(counts) if counts else None
 
 
+def cache_values_per_token(directory: Path) -> int | None:
+    """Numbers that an engine caches for one token, from the checkpoint's config.json; None when it doesn't say."""
+    try:
+        found = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        heads = int(found["num_attention_heads"])
+        head_size = int(found.get("head_dim") or found["hidden_size"] // heads)
+        return 2 * int(found["num_hidden_layers"]) * int(found.get("num_key_value_heads", heads)) * head_size
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
 def _in_file(path: Path) -> int:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))

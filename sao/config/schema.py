@@ -109,6 +109,23 @@ class ModelSection(Section):
         return self
 
 
+class HardwareSection(Section):
+    """What `sao check` compares memory with; nothing else reads it."""
+
+    gpu_memory_gib: Positive | None = None
+    """Memory of one GPU; none: not compared."""
+    gpus: Count | None = None
+    """GPUs of trainer and engines together; none: not counted."""
+    engines: Count = 1
+    """Engines that share them."""
+    engine_gpus: Count = 1
+    """GPUs of one engine (SGLang's `--tp-size`)."""
+    parameters: Count | None = None
+    """Of the checkpoint at model.path, where it isn't on the machine that checks."""
+    cache_bytes_per_token: Count | None = None
+    """Keys and values of one token in the engine, likewise: 2 x layers x key-value heads x head size x bytes."""
+
+
 class WarmStartSection(Section):
     steps: Count = 700
     """Supervised steps that teach the tiny model its language."""
@@ -623,6 +640,7 @@ class RunConfig(Section):
     run: RunSection = RunSection()
     redis: RedisSection = RedisSection()
     model: ModelSection = ModelSection()
+    hardware: HardwareSection = HardwareSection()
     warm_start: WarmStartSection = WarmStartSection()
     task: TaskSection = TaskSection()
     sampling: SamplingSection = SamplingSection()

@@ -1,44 +1,57 @@
-"""docker-compose.yml, the Dockerfiles and deploy/k8s/base, read as data."""
+"""docker-compose.yml, the Dockerfiles and the rendered overlays, as data."""
 
 from __future__ import annotations
 
 import json
 import re
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+import pytest
+
+from sao.config import RunConfig, load_run_config
+from tools.manifests import compose, consistency
+from tools.manifests.render import Object, Pod, kubectl, pods, render_overlay
 
 ROOT = Path(__file__).resolve().parents[3]
-BASE = ROOT / "deploy" / "k8s" / "base"
-RUN_FILE = BASE / "run.toml"
 DOCKERFILES = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
 OURS = "sao/"
 """What the names of our own images begin with."""
+NO_KUBECTL = "kubectl is not installed: overlays are not rendered"
 
 
 @dataclass(frozen=True)
 class Container:
-    """One container, wherever it is described."""
+    """One container of one of our images, wherever it is described."""
 
     where: str
     image: str
+    """Without its tag."""
     argv: list[str]
     env: dict[str, str] = field(default_factory=dict)
+    """Those with a literal value."""
     mounts: dict[str, str] = field(default_factory=dict)
     """Volume by path."""
-    read_only: bool = False
-    raw: dict[str, Any] = field(default_factory=dict)
+    raw: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def module(self) -> str:
-        """What `python -m` starts; empty for another program."""
-        return self.argv[2] if self.argv[:2] == ["python", "-m"] else ""
+        """Our module that it runs; empty for another program."""
+        words = [word for word in self.argv if re.match(r"(services|sglang_cpuref)\.", word)]
+        return words[0] if words else ""
 
     def option(self, name: str) -> str | None:
         """The value after `name` on the command line."""
         return self.argv[self.argv.index(name) + 1] if name in self.argv else None
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What its environment says about the run."""
+        return {name: value for name, value in self.env.items() if name.startswith("SAO__")}
 
 
 def dockerfile_command(path: Path) -> list[str]:
@@ -53,73 +66,62 @@ def dockerfile_of(image: str) -> Path:
     return ROOT / "deploy" / "docker" / f"{image.removeprefix(OURS)}.Dockerfile"
 
 
-def compose() -> dict[str, Any]:
-    """docker-compose.yml, merge keys resolved."""
-    made: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-    return made
+def overlay(name: str) -> list[Object]:
+    """Its objects; skips the test where nothing can render them."""
+    if kubectl() is None:
+        pytest.skip(NO_KUBECTL)
+    return list(_rendered(name))
 
 
-def compose_containers() -> list[Container]:
-    """Every service that we build."""
+@cache
+def _rendered(name: str) -> tuple[Object, ...]:
+    return tuple(render_overlay(name))
+
+
+def run_config(objects: list[Object], **env: str) -> RunConfig:
+    """What the processes of an overlay read."""
+    return _loaded(consistency.run_file(objects), tuple(env.items()))
+
+
+@cache
+def _loaded(text: str, env: tuple[tuple[str, str], ...]) -> RunConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.toml"
+        path.write_text(text)
+        return load_run_config(path, env=dict(env))
+
+
+def containers(objects: list[Object]) -> list[Container]:
+    """Every container of our images in an overlay."""
+    return [_container(pod, one) for pod in pods(objects) for one in pod.containers if one["image"].startswith(OURS)]
+
+
+def _container(pod: Pod, one: Mapping[str, Any]) -> Container:
+    return Container(
+        where=f"{pod.owner}/{one['name']}",
+        image=one["image"].partition(":")[0],
+        argv=[*one.get("command", []), *one.get("args", [])],
+        env=consistency.environment(one),
+        mounts={mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]},
+        raw=one,
+    )
+
+
+def compose_containers(profile: str) -> list[Container]:
+    """Every container of our images that a profile of docker-compose.yml starts."""
     found = []
-    for name, service in compose()["services"].items():
-        if "build" not in service:
+    for name, one in compose.of_profile(compose.services(), profile).items():
+        if "build" not in one:
             continue
-        dockerfile = ROOT / service["build"]["dockerfile"]
-        mounts = {volume.split(":")[1]: volume.split(":")[0] for volume in service["volumes"]}
+        dockerfile = ROOT / one["build"]["dockerfile"]
         found.append(
             Container(
                 where=f"compose/{name}",
-                image=f"{OURS}{dockerfile.name.removesuffix('.Dockerfile')}",
-                argv=service.get("command") or dockerfile_command(dockerfile),
-                env=service["environment"],
-                mounts=mounts | dict.fromkeys(service["tmpfs"], "tmpfs"),
-                read_only=service["read_only"],
-                raw=service,
+                image=one["image"].partition(":")[0],
+                argv=one.get("command") or dockerfile_command(dockerfile),
+                env={key: value for key, value in one["environment"].items() if "${" not in value},
+                mounts={volume.rsplit(":/", 1)[1]: volume for volume in one["volumes"]},
+                raw=one,
             )
         )
     return found
-
-
-def k8s_objects() -> list[dict[str, Any]]:
-    """Every object of the base, before kustomize has seen it."""
-    names = yaml.safe_load((BASE / "kustomization.yaml").read_text())["resources"]
-    return [one for name in names for one in yaml.safe_load_all((BASE / name).read_text())]
-
-
-def k8s_pods() -> dict[str, dict[str, Any]]:
-    """Pod template by workload name."""
-    return {
-        one["metadata"]["name"]: one["spec"]["template"] for one in k8s_objects() if "template" in one.get("spec", {})
-    }
-
-
-def k8s_services() -> dict[str, dict[str, int]]:
-    """Port by port name by Service."""
-    return {
-        one["metadata"]["name"]: {port["name"]: port["port"] for port in one["spec"]["ports"]}
-        for one in k8s_objects()
-        if one["kind"] == "Service"
-    }
-
-
-def k8s_containers() -> list[Container]:
-    """Every container and init container."""
-    return [
-        Container(
-            where=f"k8s/{pod}/{one['name']}",
-            image=one["image"],
-            argv=one["args"],
-            env={item["name"]: item["value"] for item in one.get("env", []) if "value" in item},
-            mounts={mount["mountPath"]: mount["name"] for mount in one["volumeMounts"]},
-            read_only=one["securityContext"]["readOnlyRootFilesystem"],
-            raw=one,
-        )
-        for pod, template in k8s_pods().items()
-        for one in [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
-    ]
-
-
-def our_containers() -> list[Container]:
-    """Every container of our images, in both deployments."""
-    return [one for one in [*compose_containers(), *k8s_containers()] if one.image.startswith(OURS)]

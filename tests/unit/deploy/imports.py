@@ -21,6 +21,11 @@ def file_of(module: str) -> Path | None:
     return found[0] if found else None
 
 
+@cache
+def _imported_by(file: Path) -> tuple[str, ...]:
+    return tuple(_imports(ast.parse(file.read_text())))
+
+
 def _imports(tree: ast.AST) -> Iterator[str]:
     """Every name imported at run time; from A import B gives A and A.B."""
     for node in ast.iter_child_nodes(tree):
@@ -40,21 +45,25 @@ def _distributions() -> dict[str, list[str]]:
     return dict(metadata.packages_distributions())
 
 
-def distributions(entry: str) -> set[str]:
-    """Normalised names of the distributions that starting `entry` may import, directly or through our modules."""
-    needed: set[str] = set()
+@cache
+def reached(entry: str) -> frozenset[str]:
+    """Every name that starting `entry` may import, directly or through our modules."""
     waiting, done = [entry, f"{entry}.__main__"], set()
     while waiting:
         module = waiting.pop()
         if module in done:
             continue
         done.add(module)
-        top = module.partition(".")[0]
         file = file_of(module)
         if file is not None:
             parents = module.split(".")[:-1]
             waiting += [".".join(parents[: count + 1]) for count in range(len(parents))]
-            waiting += _imports(ast.parse(file.read_text()))
-        elif not (ROOT / top).is_dir() and top not in sys.stdlib_module_names:
-            needed |= {normalised(name) for name in _distributions().get(top, [top])[:1]}
-    return needed
+            waiting += _imported_by(file)
+    return frozenset(done)
+
+
+def distributions(entry: str) -> set[str]:
+    """Normalised names of the distributions that starting `entry` may import, directly or through our modules."""
+    tops = {module.partition(".")[0] for module in reached(entry) if file_of(module) is None}
+    others = {top for top in tops if not (ROOT / top).is_dir() and top not in sys.stdlib_module_names}
+    return {normalised(name) for top in others for name in _distributions().get(top, [top])[:1]}

@@ -48,6 +48,13 @@ def test_warnings_name_their_key_and_do_not_fail(app: typer.Typer) -> None:
     assert "warning trainer.max_lag: 9 updates" in result.stdout
 
 
+def test_a_run_that_its_gpus_cannot_hold_exits_2_with_the_numbers(app: typer.Typer) -> None:
+    sets = ["hardware.gpu_memory_gib=80", "hardware.parameters=30532122624", "trainer.ranks=2"]
+    result = run(app, "--preset", "paper-math", *(part for one in sets for part in ("--set", one)))
+    assert result.exit_code == 2
+    assert "trainer.ranks: 2 rank(s) at ZeRO stage 3 need at least 255.9 GiB each" in result.stderr
+
+
 @pytest.mark.parametrize("arguments", [["--set", "trainer.lr=-1.0"], ["--set", "trainer.lrr=1"], ["--preset", "huge"]])
 def test_a_wrong_setting_exits_2_with_its_key_on_stderr(app: typer.Typer, arguments: list[str]) -> None:
     result = run(app, *arguments)

@@ -1,0 +1,82 @@
+"""Whether a run fits the GPUs that `[hardware]` says it has.
+
+Refused is what cannot fit whatever else happens: more processes than GPUs, weights and optimiser states larger than the
+memory. What only may not fit is doubted. Activations and CUDA's own share are in neither: leave them room.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterator
+
+from sao.config import derived
+from sao.config.errors import ConfigError
+from sao.config.schema import RunConfig
+
+GIB = 2**30
+ENGINE_SHARE = 0.9
+"""Of a GPU's memory, what SGLang takes for weights and cache at most."""
+MOST_RANKS = 2**16
+"""More than anybody has."""
+
+
+def refuse_what_cannot_fit(config: RunConfig) -> None:
+    """ConfigError, with the numbers, when these GPUs cannot hold the run; also when they are too few."""
+    for key, message in _impossible(config):
+        raise ConfigError(key=key, message=message)
+
+
+def tight(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, reason) for what fits only if the estimate is generous."""
+    memory, count = config.hardware.gpu_memory_gib, derived.policy_parameters(config)
+    if memory is None or count is None:
+        return
+    most = derived.trainer_bytes(config, count)
+    if config.trainer.device != "cpu" and most is not None and most > memory * GIB:
+        reason = f"up to {_gib(most)} GiB per rank without activations, the GPU has {memory:g}"
+        yield "trainer.ranks", f"{reason} (hardware.gpu_memory_gib)"
+    weights, cache, gpus = derived.engine_bytes(config, count), derived.cache_bytes(config), config.hardware.engine_gpus
+    room = ENGINE_SHARE * memory * gpus * GIB
+    if weights is not None and cache is not None and weights + cache > room:
+        taken = f"{_gib(weights)} GiB of weights and {_gib(cache)} GiB of cache"
+        yield "engine.max_total_tokens", f"{taken}, {gpus} GPU(s) of {memory:g} GiB have room for {_gib(room)}"
+
+
+def _impossible(config: RunConfig) -> Iterator[tuple[str, str]]:
+    hardware, trainer = config.hardware, config.trainer
+    ranks = 0 if trainer.device == "cpu" else trainer.ranks
+    engines = f"{hardware.engines} engine(s) of {hardware.engine_gpus} GPU(s)"
+    wanted = ranks + hardware.engines * hardware.engine_gpus
+    if hardware.gpus is not None and wanted > hardware.gpus:
+        yield "hardware.gpus", f"{hardware.gpus}, but {ranks} trainer ranks and {engines} need {wanted}"
+    count, memory = derived.policy_parameters(config), hardware.gpu_memory_gib
+    if memory is None or count is None:
+        return
+    least = derived.least_trainer_bytes(config, count)
+    if ranks and least > memory * GIB:
+        need = f"{ranks} rank(s) at ZeRO stage {trainer.zero_stage} need at least {_gib(least)} GiB each"
+        has = f"for {count:,} parameters, the GPU has {memory:g} (hardware.gpu_memory_gib)"
+        yield "trainer.ranks", f"{need} {has}: {_cure(config, count, memory)}"
+    weights = derived.engine_bytes(config, count)
+    if weights is not None and weights > hardware.engine_gpus * memory * GIB:
+        needed = math.ceil(weights / (ENGINE_SHARE * memory * GIB))
+        holds = f"{hardware.engine_gpus} GPU(s) of {memory:g} GiB do not hold {_gib(weights)} GiB of weights"
+        yield "hardware.engine_gpus", f"{holds}: at least {needed}"
+
+
+def _cure(config: RunConfig, count: int, memory: float) -> str:
+    """The fewest ranks that would do at this stage, or that no number would."""
+
+    def least(ranks: int) -> int:
+        trainer = config.trainer.model_copy(update={"ranks": ranks})
+        return derived.least_trainer_bytes(config.model_copy(update={"trainer": trainer}), count)
+
+    if least(MOST_RANKS) > memory * GIB:
+        return "no number of ranks is enough at this stage; trainer.zero_stage = 3 shards everything"
+    fewest = bisect.bisect_left(range(MOST_RANKS), True, key=lambda ranks: least(ranks + 1) <= memory * GIB) + 1
+    return f"at least {fewest} ranks, and more for activations"
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.1f}"
