@@ -18,6 +18,8 @@ DOCKERFILES = ROOT / "deploy" / "docker"
 PROFILES = ("cpu", "gpu")
 ROOT_FOR_A_MOMENT = "volume-owner"
 """Gives fresh volumes to the services' user and ends."""
+USERS = {ROOT_FOR_A_MOMENT: "0", "prometheus": "65534:65534"}
+"""Whose user is not the services': Prometheus's image owns its folder as nobody."""
 
 Services = Mapping[str, Mapping[str, Any]]
 
@@ -66,7 +68,7 @@ def _variables(raw: str) -> Iterator[str]:
 
 
 def _of_service(name: str, one: Mapping[str, Any]) -> Iterator[str]:
-    if one.get("user") != ("0" if name == ROOT_FOR_A_MOMENT else "10001:10001"):
+    if one.get("user") != USERS.get(name, "10001:10001"):
         yield f"runs as {one.get('user')}"
     if one.get("read_only") is not True:
         yield "its root is writable"

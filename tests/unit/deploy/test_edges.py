@@ -38,7 +38,7 @@ NAMED_BY_THE_RUN_FILE = {
     "services.reward.scorers.http",
     "services.reward.scorers.judge",
 }
-"""These reach what `[reward.scorers]` names, and nobody by default: docs/kubernetes.md has the policy to add."""
+"""These reach what `[reward.scorers]` names, and nobody by default: who does names the edge in an overlay."""
 
 
 def dialled(service: str) -> set[Edge]:

@@ -20,8 +20,9 @@ from bench.alerts import empty
 from bench.alerts.run import sides
 from deploy.monitoring import dashboards
 from deploy.monitoring.dashboards.parts import limit_of
-from sao.config import load_run_config
 from tests.unit.deploy import files
+from tools.manifests import compose
+from tools.manifests.render import pods
 from tools.metrics_docs import MODULES, declared
 from tools.monitoring import expressions
 from tools.monitoring.expressions import labels_of, problems
@@ -259,7 +260,7 @@ def test_compose_scrapes_each_service_where_it_listens() -> None:
         for static in job["static_configs"]
         for target in static["targets"]
     }
-    run = load_run_config(files.RUN_FILE, env={})
+    run = files.run_config(files.overlay("cpu"))
     assert found == {
         ("sao-ingest", f"ingest:{run.ingest.metrics_port}"),
         ("sao-rollout", f"rollout:{run.rollout.metrics_port}"),
@@ -267,7 +268,7 @@ def test_compose_scrapes_each_service_where_it_listens() -> None:
         ("sao-trainer", f"trainer:{run.trainer.metrics_port}"),
         ("sao-weights", f"weights:{run.weights.port}"),
     }
-    assert {target.partition(":")[0] for _, target in found} <= set(files.compose()["services"])
+    assert {target.partition(":")[0] for _, target in found} <= set(compose.services())
 
 
 def monitor(name: str) -> dict[str, Any]:
@@ -276,7 +277,7 @@ def monitor(name: str) -> dict[str, Any]:
 
 
 def test_monitors_select_what_the_base_has() -> None:
-    services = {one["metadata"]["name"]: one for one in files.k8s_objects() if one["kind"] == "Service"}
+    services = {one["metadata"]["name"]: one for one in files.overlay("cpu") if one["kind"] == "Service"}
     spec = monitor("servicemonitor")["spec"]
     (by_name,) = spec["selector"]["matchExpressions"]
     ports = {endpoint["port"] for endpoint in spec["endpoints"]}
@@ -285,10 +286,10 @@ def test_monitors_select_what_the_base_has() -> None:
         assert labels["app.kubernetes.io/name"] == name
         assert spec["selector"]["matchLabels"].items() <= labels.items()
         assert ports & {port["name"] for port in services[name]["spec"]["ports"]}
-    pods = files.k8s_pods()
+    rollout = next(pod for pod in pods(files.overlay("cpu")) if pod.name == "rollout")
     pod_spec = monitor("podmonitor")["spec"]
-    assert pod_spec["selector"]["matchLabels"].items() <= pods["rollout"]["metadata"]["labels"].items()
-    named = {port["name"] for one in pods["rollout"]["spec"]["containers"] for port in one["ports"]}
+    assert pod_spec["selector"]["matchLabels"].items() <= rollout.labels.items()
+    named = {port["name"] for one in rollout.containers for port in one.get("ports", [])}
     assert {endpoint["port"] for endpoint in pod_spec["podMetricsEndpoints"]} <= named
 
 
