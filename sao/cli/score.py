@@ -252,9 +252,9 @@ def _outcome(
 def _table(results: Sequence[_Result]) -> Table:
     names = sorted({name for result in results for name in result.answer["outcome"].get("components", {})})
     under = {_under(result.answer) for result in results}
-    table = Table(
-        "", "outcome", "reward", *names, "why", box=None, title_justify="left", title=", ".join(sorted(under))
-    )
+    table = Table(box=None, padding=(0, 1, 0, 0), title_justify="left", title=", ".join(sorted(under)))
+    for name in ("", "outcome", "reward", *names, "why"):
+        table.add_column(name, overflow="fold")  # neither a file's name nor a component's is ever cut
     for result in results:
         outcome = result.answer["outcome"]
         components = outcome.get("components", {})
