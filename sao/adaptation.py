@@ -8,7 +8,7 @@ the service that sees it, for the last switch; sao.curves.adaptations has all of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -41,12 +41,23 @@ def note_served(run_dir: Path, served: Served) -> None:
 
 def first_served(run_dir: Path) -> dict[str, float]:
     """Unix seconds at which each version was first served by any engine; a torn last line is left out."""
-    path = run_dir / SERVED_FILE
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     found: dict[str, float] = {}
-    for served in map(Served.model_validate_json, lines):
+    for served, _ in read_served(run_dir / SERVED_FILE):
         found[served.version] = min(found.get(served.version, served.at_s), served.at_s)
     return found
+
+
+def read_served(path: Path, start: int = 0) -> Iterator[tuple[Served, int]]:
+    """Every complete line from byte `start` on, each with the offset after it."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            start += len(line)
+            yield Served.model_validate_json(line), start
 
 
 def kept_preferences(run_dir: Path) -> list[Preference]:

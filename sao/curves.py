@@ -171,57 +171,111 @@ class Recovery:
         return True
 
 
+SERVED_WITHIN = 64
+"""Versions from the first trained update on among which the first served one is looked for; long before as many have
+been published without an engine, what they sampled is too old to train."""
+
+
 @dataclass
 class _Course:
-    """How the reward went under one preference."""
+    """How the run went under one preference."""
 
-    update_before: int
-    level: float | None
-    recovered: UpdateRow | None = None
+    scored_s: float | None = None
+    trained_s: float | None = None
+    published: int = 0
+    """Versions that it has a part in, at most SERVED_WITHIN."""
+    served_s: float | None = None
+    update_before: int = 0
+    level: float | None = None
+    recovered_s: float | None = None
+    recovered_updates: int | None = None
+
+
+class Courses:
+    """Follows the rows that count, in their order, and the servings in any; memory grows with preferences alone."""
+
+    def __init__(self) -> None:
+        self._recovery = Recovery()
+        self._of: dict[int, _Course] = {}
+        self._newest = 0
+        """Newest preference that was trained under."""
+        self._unserved: list[_Course] = []
+        """Those whose versions are still being counted."""
+        self._parts: dict[str, list[_Course]] = {}
+        """Who has a part in a version, for those counted."""
+        self._served: dict[str, float] = {}
+        """The newest ones, each with its first moment: a version may serve before its row is read."""
+
+    def take(self, row: UpdateRow) -> None:
+        """The next row."""
+        for one in row.trajectories:
+            scored = self._course(one.scored_under)
+            scored.scored_s = _least(scored.scored_s, one.scoring_started_s)
+            course = self._course(one.trained_under)
+            if course.trained_s is None:
+                course.trained_s = row.finished_s
+                self._unserved.append(course)
+            back = self._recovery.observe(one.reward, one.trained_under)
+            if one.trained_under > self._newest:
+                self._newest = one.trained_under
+                course.update_before = row.update - (not row.critic_only)
+                course.level = self._recovery.level
+            if back:
+                newest = self._of[self._newest]
+                newest.recovered_s, newest.recovered_updates = row.finished_s, row.update - newest.update_before
+        if row.version and self._unserved:
+            self._parts[row.version] = list(self._unserved)
+            for course in self._unserved:
+                course.published += 1
+                course.served_s = _least(course.served_s, self._served.get(row.version))
+            self._unserved = [course for course in self._unserved if course.published < SERVED_WITHIN]
+
+    def serve(self, version: str, at_s: float) -> None:
+        """An engine was verified to serve this version at this Unix time."""
+        self._served[version] = min(self._served.get(version, at_s), at_s)
+        while len(self._served) > SERVED_WITHIN:
+            del self._served[next(iter(self._served))]
+        for course in self._parts.get(version, []):
+            course.served_s = _least(course.served_s, at_s)
+
+    def adaptation(self, preference: Preference) -> Adaptation:
+        """How the run has followed this one, up to now."""
+        course = self._of.get(preference.version, _Course())
+
+        def since(at_s: float | None) -> float | None:
+            return None if at_s is None else max(at_s - preference.stored_s, 0.0)
+
+        return Adaptation(
+            version=preference.version,
+            name=preference.document.name,
+            stored_s=preference.stored_s,
+            first_scored_s=since(course.scored_s),
+            first_trained_s=since(course.trained_s),
+            first_served_s=since(course.served_s),
+            recovered_s=since(course.recovered_s),
+            recovered_updates=course.recovered_updates,
+            level_before=course.level,
+        )
+
+    def _course(self, version: int) -> _Course:
+        return self._of.setdefault(version, _Course())
+
+
+def _least(known: float | None, found: float | None) -> float | None:
+    return min((one for one in (known, found) if one is not None), default=None)
 
 
 def adaptations(
     rows: Sequence[UpdateRow], preferences: Sequence[Preference], served: Mapping[str, float]
 ) -> list[Adaptation]:
     """One for each preference but the first whose time is known; `served`: Unix seconds by version."""
-    recovery, courses = Recovery(), dict[int, _Course]()
-    for row, trajectory in trained(rows):
-        back = recovery.observe(trajectory.reward, trajectory.trained_under)
-        newest = max(courses, default=0)
-        if trajectory.trained_under > newest:
-            newest = trajectory.trained_under
-            courses[newest] = _Course(row.update - (not row.critic_only), recovery.level)
-        if back:
-            courses[newest].recovered = row
-    return [
-        _adaptation(one, rows, served, courses.get(one.version, _Course(0, None)))
-        for one in sorted(preferences, key=lambda preference: preference.version)[1:]
-        if one.stored_s > 0
-    ]
-
-
-def _adaptation(
-    preference: Preference, rows: Sequence[UpdateRow], served: Mapping[str, float], course: _Course
-) -> Adaptation:
-    version, recovered = preference.version, course.recovered
-    scored = [one.scoring_started_s for _, one in trained(rows) if one.scored_under == version]
-    after = [n for n, row in enumerate(rows) if any(one.trained_under == version for one in row.trajectories)]
-    serving = [served[row.version] for row in rows[after[0] :] if row.version in served] if after else []
-
-    def since(at_s: float | None) -> float | None:
-        return None if at_s is None else max(at_s - preference.stored_s, 0.0)
-
-    return Adaptation(
-        version=version,
-        name=preference.document.name,
-        stored_s=preference.stored_s,
-        first_scored_s=since(min(scored, default=None)),
-        first_trained_s=since(rows[after[0]].finished_s if after else None),
-        first_served_s=since(min(serving, default=None)),
-        recovered_s=since(recovered.finished_s if recovered is not None else None),
-        recovered_updates=recovered.update - course.update_before if recovered is not None else None,
-        level_before=course.level,
-    )
+    courses = Courses()
+    for row in rows:
+        courses.take(row)
+    for version, at_s in served.items():
+        courses.serve(version, at_s)
+    ascending = sorted(preferences, key=lambda preference: preference.version)
+    return [courses.adaptation(one) for one in ascending[1:] if one.stored_s > 0]
 
 
 def lag_histogram(rows: Sequence[UpdateRow]) -> dict[int, int]:

@@ -1,4 +1,6 @@
-"""A run's course for whoever watches it: `updates.jsonl` followed as it grows, in memory that does not grow with it.
+"""A run's course for whoever watches it: `updates.jsonl` and `served.jsonl` followed as they grow.
+
+Memory does not grow with the run, only with the number of preferences.
 
 - A point is kept for each trajectory whose number is a multiple of `stride`; the stride doubles when there are more
   than MAX_POINTS. It follows from the number of trajectories alone, so every process that reads gives the same points.
@@ -15,7 +17,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from sao.curves import WINDOW, PreferenceSwitch
+from sao.adaptation import SERVED_FILE, read_served
+from sao.curves import WINDOW, Adaptation, Courses, PreferenceSwitch
+from sao.preference import Preference
 from sao.rows import TrainedRow, UpdateRow, read_rows
 
 MAX_POINTS = 512
@@ -67,6 +71,7 @@ class RunHistory:
         self, rows_file: Path, *, max_points: int = MAX_POINTS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._file = rows_file
+        self._served_file = rows_file.with_name(SERVED_FILE)
         self._max_points = max_points
         self._clock = clock
         self._begins: dict[int, tuple[int, int]] = {}
@@ -76,6 +81,8 @@ class RunHistory:
 
     def _forget(self) -> None:
         self._offset = 0
+        self._served_offset = 0
+        self._courses = Courses()
         self._stride = 1
         self._points: list[HistoryPoint] = []
         self._switches: deque[PreferenceSwitch] = deque(maxlen=MAX_SWITCHES)
@@ -103,6 +110,11 @@ class RunHistory:
         while not self._read_on(deadline):
             if self._clock() > deadline:
                 return
+        for served, offset in read_served(self._served_file, self._served_offset):
+            self._served_offset = offset
+            self._courses.serve(served.version, served.at_s)
+            if self._clock() > deadline:
+                return
         self.caught_up = True
 
     def _read_on(self, deadline: float) -> bool:
@@ -127,6 +139,7 @@ class RunHistory:
 
     def _take(self, row: UpdateRow) -> None:
         self.last = row
+        self._courses.take(row)
         self.version = row.version or self.version
         self._rates.append((row.finished_s, sum(one.tokens for one in row.trajectories), len(row.trajectories)))
         while self._rates[0][0] < row.finished_s - RATE_SPAN_S:
@@ -183,6 +196,10 @@ class RunHistory:
             switches=list(self._switches),
             caught_up=self.caught_up,
         )
+
+    def adaptation(self, preference: Preference) -> Adaptation:
+        """How the run has followed this preference."""
+        return self._courses.adaptation(preference)
 
     @property
     def newest_ids(self) -> frozenset[str]:

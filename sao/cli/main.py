@@ -28,7 +28,8 @@ app = typer.Typer(
     help="""Teach a language model from one rollout at a time, while it is used.
 
     Start here: **sao up --preset tiny** runs the whole system on this machine. Then **sao up --preset tiny-writing**:
-    switch what is rewarded with the `curl` it shows, in another terminal, and watch the reward fall and recover.""",
+    switch what is rewarded in a browser, at the address it shows, or with **sao prefer** in another terminal, and watch
+    the reward fall and recover.""",
 )
 app.command("check")(check)
 app.command("prefer")(prefer)

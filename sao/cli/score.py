@@ -250,20 +250,21 @@ def _outcome(
 
 
 def _table(results: Sequence[_Result]) -> Table:
-    names = sorted({name for result in results for name in result.answer["outcome"].get("components", {})})
     under = {_under(result.answer) for result in results}
-    table = Table(
-        "", "outcome", "reward", *names, "why", box=None, title_justify="left", title=", ".join(sorted(under))
-    )
+    table = Table("", "outcome", "reward", "components, or why", box=None, title_justify="left")
+    table.title = ", ".join(sorted(under))
+    table.columns[0].overflow = "fold"
     for result in results:
         outcome = result.answer["outcome"]
-        components = outcome.get("components", {})
-        cells = [f"{components[name]:.4g}" if name in components else "-" for name in names]
         good = outcome["kind"] == "scored"
         reward = f"{outcome['value']:.4f}" if good else "-"
         kind = Text(outcome["kind"], style="green" if good else "bold red")
-        table.add_row(Text(result.name), kind, Text(reward, style="bold"), *cells, Text(_why(outcome)))
+        table.add_row(Text(result.name), kind, Text(reward, style="bold"), Text(_parts(outcome) or _why(outcome)))
     return table
+
+
+def _parts(outcome: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in sorted(outcome.get("components", {}).items()))
 
 
 def _under(answer: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from sao.supervisor.board_view import BoardView
 from sao.supervisor.folder import RunFolder
 from sao.supervisor.held import held_notices
 from sao.supervisor.progress import Progress
-from sao.supervisor.status import notices, summary
+from sao.supervisor.status import console_url, notices, summary
 from sao.supervisor.storage import storage_notices
 
 
@@ -42,7 +42,10 @@ def print_status(root: Path) -> bool:
         board = BoardView(config)
         for line in storage_notices(config, root, board):
             console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
-        console.print(_processes(folder, board))
+        console.print(process_table(folder))
+        for line in _engine_lines(board):
+            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  watch and steer it in a browser: {console_url(config)}", highlight=False, soft_wrap=True)
         board.close()
     return pid is not None
 
@@ -53,16 +56,23 @@ def _ended(folder: RunFolder) -> str:
     return f"not running, {last.detail}" if last is not None and last.event == "stopped" else "not running"
 
 
-def _processes(folder: RunFolder, board: BoardView) -> Table:
-    engines = board.engines()
-    table = Table("process", "pid", "state", "listens on", "starts", "", box=None)
+def process_table(folder: RunFolder) -> Table:
+    """The run's processes as last written; `dead`: one that should live and does not."""
+    # Addresses are there to be copied: folded, never cut.
+    table = Table("process", "pid", "state", "starts", box=None)
+    table.add_column("listens on", overflow="fold")
     for one in folder.processes():
         alive = one.pid is not None and Path("/proc", str(one.pid)).exists()
-        facts = engines.get(one.name)
-        note = f"{facts.state.value} {facts.version} {facts.error}".strip() if facts is not None else ""
         state = one.state if alive or one.pid is None else "dead"
-        table.add_row(one.name, str(one.pid or "-"), state, one.address, str(one.starts), note)
+        table.add_row(one.name, str(one.pid or "-"), state, str(one.starts), one.address)
     return table
+
+
+def _engine_lines(board: BoardView) -> list[str]:
+    return [
+        f"{name}: {facts.state.value} {facts.version} {facts.error.removeprefix(f'{name}, ')}".rstrip()
+        for name, facts in sorted(board.engines().items())
+    ]
 
 
 def print_report(root: Path) -> bool:

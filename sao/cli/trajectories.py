@@ -234,7 +234,7 @@ def _style(token: TokenView, largest: float) -> str:
 
 
 def _token_table(segment: SegmentView) -> Table:
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # fits 80 columns: a cut number says nothing
     names = ("value", "advantage", "ratio", "weight")
     for name in ("token", "text", "version", "lag", "log-prob", *names, ""):
         table.add_column(name, justify="left" if name in {"text", "version", ""} else "right")

@@ -83,7 +83,7 @@ def wire(
     routers = [
         PreferenceRoutes(board, catalogue, keeper, settings.bounds, run_dir / "archive").router(),
         ScoringRoutes(scorer, catalogue, task, tokenizer, board=board, streams=streams, run_dir=run_dir).router(),
-        ConsoleRoutes(config, board, streams, tokenizer).router(),
+        ConsoleRoutes(config, board, streams, tokenizer, alarms=alarms.active if alarms is not None else list).router(),
     ]
     if desk is not None:
         routers.append(FeedbackRoutes(desk, streams, tokenizer).router())

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 from pydantic import SecretStr
 
 import sao.board
@@ -191,6 +191,64 @@ def test_whoever_comes_second_is_told_and_loses_nothing(config: RunConfig, brows
         page.get_by_role("button", name="Apply as version 4").click()
         expect(message).to_contain_text("Version 4")
         assert current(config).document.weights["style_cute"] == pytest.approx(0.3)
+
+
+def test_a_scheduled_switch_waits_is_refused_in_advance_and_cancelled(
+    config: RunConfig, browser: Browser, artefacts: Path
+) -> None:
+    with console_of(config) as url, opened(browser, url, artefacts) as seen:
+        page = seen.page
+        later = {"document": TASK.preferences["cute"].model_dump(), "at_update": 500}
+        query = "author=Bo&reason=the+evening+edition"
+        asked = f"{url}/v1/preferences/schedule?{query}"
+        assert httpx.post(asked, json=later, headers={"If-Match": '"2"'}, timeout=10).status_code == httpx.codes.CREATED
+        look_again(page)
+        waiting = page.get_by_role("list", name="Switches that wait")
+        expect(waiting).to_contain_text("cute at update 500")
+        expect(waiting).to_contain_text("by Bo · only if v2 is still current")
+        expect(waiting).to_contain_text("the evening edition")
+        expect(waiting).not_to_contain_text("Will be refused")
+        put(url, TASK.preferences["chuunibyou"])
+        look_again(page)
+        expect(waiting).to_contain_text("Will be refused: v3 is current by now.")
+        seen.shoot("desk-scheduled")
+        page.get_by_role("button", name="Cancel the switch to cute at update 500").click()
+        expect(page.locator("#history-message")).to_have_text("The switch to “cute” at update 500 is cancelled.")
+        expect(waiting).to_be_hidden()
+
+
+def test_the_history_says_how_the_run_followed_and_an_alarm_is_shown(
+    config: RunConfig, browser: Browser, artefacts: Path
+) -> None:
+    moves = {
+        "rise": 0.9,
+        "collapse": 1.4,
+        "rising_from": 0.2,
+        "rising_to": 0.9,
+        "collapsing_from": 14,
+        "collapsing_to": 3,
+    }
+    alarm = {"rising": "style_cute", "collapsing": "(length)", "preference": 2, **moves}
+    with console_of(config) as url, opened(browser, url, artefacts) as seen:
+        page = seen.page
+        second, first = page.locator("#history > li").all()
+        expect(second).to_contain_text(re.compile(r"scored after \d+\.\d s, trained after \d+\.\d s, serving not yet"))
+        expect(first.locator(".adaptation")).to_be_hidden()
+        expect(page.locator("#alarms")).to_be_hidden()
+
+        def raised(route: Route) -> None:
+            answer = route.fetch()
+            route.fulfill(response=answer, json={**answer.json(), "alarms": [alarm]})
+
+        page.route("**/v1/run", raised)
+        look_again(page)
+        expect(page.locator("#alarms")).to_contain_text(
+            "Reward hacking suspected: style_cute (0.20 → 0.90) rises while the length (14.00 → 3.00) collapses"
+        )
+        seen.shoot("desk-alarm")
+        page.unroute("**/v1/run")
+        look_again(page)
+        expect(page.locator("#alarms")).to_be_hidden()
 
 
 def test_a_change_by_somebody_else_is_followed_unless_one_is_being_made(
@@ -442,7 +500,7 @@ def test_a_hold_and_every_refusal_are_told_in_words(config: RunConfig, browser: 
         page.get_by_role("button", name="Let changes through").click()
         expect(page.locator("#hold-words")).to_have_text("Changes are open.")
         refusals = {
-            423: ({}, "changes are held by Bo", "Resume changes in the history, or wait."),
+            423: ({}, "changes are held by Bo", "“Let changes through” is in the history."),
             429: ({"Retry-After": "7"}, "at most 3 switches a minute", "Try again in 7 s."),
             503: ({"Retry-After": "1"}, "the store does not answer", "Try again in 1 s."),
         }

@@ -95,7 +95,9 @@ def test_a_person_switches_sees_undoes_and_inspects(live: LiveRun, browser: Brow
 
         page.reload()
         expect(page.locator("#preference-now")).to_have_text("Now: plain (version 2)")
-        undo(seen)
+        followed = r"scored after \d+\.\d s, trained after \d+\.\d s, serving after \d+\.\d s"
+        expect(page.locator("#history > li", has_text="v2 plain")).to_contain_text(re.compile(followed))
+        page.get_by_role("button", name=re.compile("^Undo: back to v1")).click()
         expect(page.locator("#preference-now")).to_have_text("Now: cute (version 3)")
         page.locator("#trajectories button.row", has_text="trained").first.click()
         expect(page.locator("#inspect-title")).to_be_focused()
@@ -119,17 +121,3 @@ def reward(seen: Visit) -> float:
     shown = seen.page.locator("#figures dd").first
     expect(shown).to_have_text(re.compile(r"^\d\.\d+$"))
     return float(shown.inner_text())
-
-
-def undo(seen: Visit) -> None:
-    """By the button; as long as the server has no rollback, with the sliders, as the page says."""
-    page = seen.page
-    button = page.get_by_role("button", name=re.compile("^Undo: back to v1"))
-    if button.is_visible():
-        button.click()
-        return
-    for name, value in {"style_cute": "0.5", "style_classical": "-0.5"}.items():
-        page.get_by_role("slider", name=name, exact=True).fill(value)
-    page.get_by_label("Name", exact=True).fill("cute")
-    page.get_by_role("button", name="Try it").click()
-    page.get_by_role("button", name="Apply as version 3").click()

@@ -36,6 +36,7 @@ from sao.trajectory_views import (
     TrajectoryView,
     summary_of_entry,
 )
+from services.reward.alarms import Alarm
 from services.reward.console import views
 
 MAX_PAGE = 200
@@ -71,12 +72,14 @@ class ConsoleRoutes:
         streams: TrajectoryStreams,
         tokenizer: Tokenizer,
         *,
+        alarms: Callable[[], list[Alarm]] = list,
         clock: Callable[[], float] = time.time,
     ) -> None:
         folder = config.run.dir
         self._config = config
         self._board = board
         self._streams = streams
+        self._alarms = alarms
         self._clock = clock
         self._history = RunHistory(folder / "updates.jsonl")
         self._reader = TrajectoryReader(folder, tokenizer, max_lag=config.trainer.max_lag)
@@ -90,6 +93,7 @@ class ConsoleRoutes:
         plain, checked = _documented(*_ALWAYS), _documented(*_ALWAYS, refused)
         router.get("/v1/run", responses=plain)(self.run)
         router.get("/v1/curves", responses=checked)(self.curves)
+        router.get("/v1/adaptation", responses=checked)(self.adaptation)
         router.get("/v1/engines", responses=plain)(self.engines)
         router.get("/v1/versions", responses=checked)(self.versions)
         router.get("/v1/dead-letters", responses=checked)(self.dead_letters)
@@ -107,17 +111,17 @@ class ConsoleRoutes:
         history, last, now_s = self._history, self._history.last, self._clock()
         state = facts.state if facts is not None else None
         quiet_s = now_s - last.finished_s if last is not None else None
+        stall = views.stall(state=state, quiet_s=quiet_s, scoring=scoring, training=training, after_s=STALLED_AFTER_S)
         return views.RunView(
             name=self._config.run.name,
             task=self._config.task.name,
             algorithm=self._config.trainer.algorithm,
             seed=self._config.run.seed,
             state=state,
-            stall=views.stall(
-                state=state, quiet_s=quiet_s, scoring=scoring, training=training, after_s=STALLED_AFTER_S
-            ),
+            stall=stall if history.caught_up else "",
             phase=last.phase if last is not None else "",
             held=last.held if last is not None else [],
+            alarms=self._alarms(),
             now_s=now_s,
             last_update_s=last.finished_s if last is not None else None,
             update=last.update if last is not None else 0,
@@ -141,6 +145,15 @@ class ConsoleRoutes:
         """Means of reward and components, and preference switches, after trajectory number `after`."""
         await self._read_on()
         return self._history.curves(after)
+
+    async def adaptation(
+        self, before: Annotated[int | None, Query(ge=1)] = None, limit: Limit = 20
+    ) -> views.AdaptationsView:
+        """How fast the run followed each preference but the first, newest first; only those below `before`."""
+        await self._read_on()
+        preferences = await self._board.preferences(before=before, limit=limit)
+        followed = [one for one in preferences if one.origin != "initial" and one.stored_s > 0]
+        return views.AdaptationsView(adaptations=[self._history.adaptation(one) for one in followed])
 
     async def engines(self) -> views.EnginesView:
         """Every engine that the weights service keeps, with its state and what it serves."""
@@ -255,7 +268,7 @@ def _problems() -> Iterator[None]:
     except PlaceError as error:
         raise ProblemError(HTTPStatus.UNPROCESSABLE_ENTITY, str(error)) from error
     except ValidationError as error:
-        msg = f"the run's updates.jsonl holds a line that is no row: {error.errors()[0]['msg']}"
+        msg = f"the run's updates.jsonl or served.jsonl holds a line that is no row: {error.errors()[0]['msg']}"
         raise ProblemError(HTTPStatus.SERVICE_UNAVAILABLE, msg) from error
     except (OSError, ArchiveError) as error:
         msg = f"the run's folder cannot be read: {error}"

@@ -7,8 +7,10 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 from sao.board.base import EngineFacts, TrainerState, VersionRecord
+from sao.curves import Adaptation
 from sao.dead_letters import age_s
 from sao.streams.base import DeadLetter, StreamName
+from services.reward.alarms import Alarm
 
 MAX_REASON = 2000
 """Characters of a dead letter's reason that are shown."""
@@ -33,6 +35,8 @@ class RunView(_View):
     """How far the critic's pre-training or warm-up is, in words; empty once the policy trains."""
     held: list[str]
     """Guards that hold publishing."""
+    alarms: list[Alarm]
+    """Signs of reward hacking in what this replica scored; those of the others: the metric sao_reward_hacking_alarm."""
     now_s: float
     """Unix seconds on this server."""
     last_update_s: float | None
@@ -60,6 +64,11 @@ class RunView(_View):
     """Scored, and not yet behind a checkpoint of the trainer."""
     caught_up: bool
     """False: the run's folder is still being read, the numbers are of an earlier moment."""
+
+
+class AdaptationsView(_View):
+    adaptations: list[Adaptation]
+    """Newest preference first."""
 
 
 class EnginesView(_View):

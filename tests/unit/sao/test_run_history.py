@@ -9,7 +9,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sao.curves import effective_rows, preference_switches, reward_curve, trained
+from sao.adaptation import Served, note_served
+from sao.curves import (
+    SERVED_WITHIN,
+    Courses,
+    adaptations,
+    effective_rows,
+    preference_switches,
+    reward_curve,
+    trained,
+)
+from sao.preference import Preference, PreferenceDocument
 from sao.rows import UpdateRow
 from sao.run_history import HistoryPoint, RunHistory
 from tests.support.update_rows import rows_of, trained_row, update_row
@@ -94,6 +104,48 @@ def test_switches_are_those_of_the_report(tmp_path: Path) -> None:
     history = followed(tmp_path / "rows", lines(rows), [])
 
     assert history.curves().switches == preference_switches(rows)
+
+
+@given(
+    st.lists(st.tuples(st.floats(-0.5, 1), st.integers(1, 4)), max_size=160),
+    st.integers(1, 5),
+    st.lists(st.integers(0, 60_000), max_size=4),
+    st.data(),
+)
+@anywhere
+def test_adaptation_is_that_of_the_report_however_the_files_grew(
+    tmp_path: Path, trained_under: list[tuple[float, int]], per_update: int, cuts: list[int], draw: st.DataObject
+) -> None:
+    made = [trained_row(n, reward, scored_under=under) for n, (reward, under) in enumerate(trained_under, start=1)]
+    groups = [made[start : start + per_update] for start in range(0, len(made), per_update)]
+    rows = [update_row(update, group) for update, group in enumerate(groups, start=1)]
+    at_s = {row.version: row.finished_s + draw.draw(st.floats(0, 50)) for row in rows if draw.draw(st.booleans())}
+    data, path, history = lines(rows), tmp_path / "rows", RunHistory(tmp_path / "rows")
+    served = tmp_path / "served.jsonl"
+    served.write_bytes(b"")
+    told = list(at_s.items())
+    for size in [*sorted(cut for cut in cuts if cut < len(data)), len(data)]:
+        path.write_bytes(data[:size])
+        ready = len(told) if size == len(data) else draw.draw(st.integers(0, len(told)))
+        for version, moment in told[:ready]:
+            note_served(tmp_path, Served(version=version, engine="e", at_s=moment))
+        told = told[ready:]
+        history.poll()
+
+    document = PreferenceDocument(name="p", weights={"a": 1.0})
+    kept = [Preference(version=version, document=document, stored_s=990.0) for version in range(1, 5)]
+    assert [history.adaptation(one) for one in kept[1:]] == adaptations(rows, kept, at_s)
+
+
+def test_a_serving_far_from_its_update_is_found_among_the_first_versions_alone() -> None:
+    courses = Courses()
+    preference = Preference(version=1, document=PreferenceDocument(name="p", weights={"a": 1.0}), stored_s=1.0)
+    for row in rows_of([0.5] * (4 * SERVED_WITHIN + 8)):
+        courses.take(row)
+    courses.serve(f"v{SERVED_WITHIN + 1:08d}", 2000.0)
+    assert courses.adaptation(preference).first_served_s is None
+    courses.serve(f"v{SERVED_WITHIN:08d}", 3000.0)
+    assert courses.adaptation(preference).first_served_s == 2999.0
 
 
 def test_components_are_means_over_those_that_have_them(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ const ADVICE = {
   401: "Enter the run's token.",
   413: "Shorten it.",
   422: "Change what it names.",
-  423: "Resume changes in the history, or wait.",
+  423: "“Let changes through” is in the history.",
 };
 
 /** An answer with an error status. */
@@ -68,6 +68,7 @@ async function send(path, method, json, headers) {
 }
 
 async function parsed(response) {
+  if (response.status === 204) return null;
   try {
     return await response.json();
   } catch {

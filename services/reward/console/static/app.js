@@ -22,6 +22,7 @@ const parts = [
   [1, showRun],
   [1, () => curves.refresh()],
   [1, () => preferences.refresh()],
+  [2, () => preferences.readAdaptation()],
   [2, () => trajectories.refresh()],
   [2, () => fleet.refresh()],
 ];
@@ -45,12 +46,22 @@ async function showRun() {
     ["tokens", whole(run.tokens_per_s), "a second"],
     ["rejected", percent(run.rejected), "of the tokens"],
     ["critic", number(run.explained_variance, 2), "expl. variance"],
-    ["waiting", whole(run.waiting_for_scoring), `to score; ${whole(run.waiting_for_training)} scored`],
+    ["waiting", whole(run.waiting_for_scoring), `to score; ${whole(run.waiting_for_training)} before a checkpoint`],
   ]);
   const held = run.held.map((reason) => `Publishing is held: ${reason} (docs/algorithm.md, Guards).`);
   const phase = run.phase ? [`${run.phase}; the policy waits for it.`] : [];
-  const words = [...(run.stall ? [`Stalled: ${run.stall}.`] : []), ...held, ...phase];
+  const reading = run.caught_up ? [] : ["The run's folder is still being read: these numbers are of an earlier moment."];
+  const words = [...reading, ...(run.stall ? [`Stalled: ${run.stall}.`] : []), ...held, ...phase];
   if (byId("stall").textContent !== words.join(" ")) say(byId("stall"), words.join(" "), run.stall || run.held.length ? "bad" : "");
+  const alarms = run.alarms.map(alarm).join(" ");
+  if (byId("alarms").textContent !== alarms) say(byId("alarms"), alarms, "bad");
+}
+
+function alarm(one) {
+  const move = (name, from, to) => `${name} (${number(from)} → ${number(to)})`;
+  const rises = move(one.rising, one.rising_from, one.rising_to);
+  const falls = move(one.collapsing === "(length)" ? "the length" : one.collapsing, one.collapsing_from, one.collapsing_to);
+  return `Reward hacking suspected: ${rises} rises while ${falls} collapses, under preference v${one.preference}. Read a few trajectories before you go on.`;
 }
 
 function showFigures(figures) {

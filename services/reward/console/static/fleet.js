@@ -36,7 +36,7 @@ export class Fleet {
         pill.hidden = !one;
         pill.textContent = one?.state ?? "";
         pill.dataset.state = one?.state ?? "";
-        middle.textContent = one ? [one.engine_id, one.error].filter(Boolean).join(": ") : "No engine has been found yet.";
+        middle.textContent = one ? trouble(one) : "No engine has been found yet.";
         right.textContent = one ? `${one.version || "no version"}, ${span(Date.now() / 1000 - one.since_s)}` : "";
       },
     );
@@ -92,6 +92,12 @@ export class Fleet {
     byId("letters-older").hidden = next === null;
     byId("letters-older").dataset.before = next ?? "";
   }
+}
+
+/** An engine and what is wrong with it; one that still loads its model answers nobody, and that is no fault. */
+function trouble(one) {
+  if (one.state === "starting" && one.error.includes("ConnectError")) return `${one.engine_id}: loads its model and does not answer yet`;
+  return one.error.startsWith(one.engine_id) ? one.error : [one.engine_id, one.error].filter(Boolean).join(": ");
 }
 
 /** Do it, and say in the section itself what went wrong; the error goes on. */

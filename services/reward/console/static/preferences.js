@@ -1,12 +1,13 @@
 // What is rewarded: sliders, the dry run before a change, history with undo, the hold.
 
 import { Problem, Unreachable, call } from "./api.js";
-import { byId, clock, h, reconcile, say, short } from "./dom.js";
+import { byId, clock, h, number, plural, reconcile, say, short } from "./dom.js";
 import { dryRunResult } from "./dry_run.js";
 
 const URL = "v1/preferences";
 const PAGE = 12;
 const LAST = 200;
+const ORIGINS = { initial: "the run began with it", schedule: "was scheduled" };
 
 export class Preferences {
   /** `named`: told of every version that is known, newest first. */
@@ -16,7 +17,8 @@ export class Preferences {
     this.components = null;
     this.tried = null;
     this.dropped = null;
-    this.offers = { history: true, hold: true };
+    this.offers = { history: true, hold: true, schedule: true, adaptation: true };
+    this.adaptations = new Map();
     this.versions = [];
     byId("preference").addEventListener("submit", (event) => {
       event.preventDefault();
@@ -34,7 +36,7 @@ export class Preferences {
     const { body } = await call(URL);
     if (body.version !== this.current?.version) await this.follow(body);
     else if (!this.versions.length) await this.readHistory();
-    await this.readHold();
+    await Promise.all([this.readHold(), this.readSchedule()]);
   }
 
   /** A version that was not known: loaded at once, unless somebody is moving sliders. */
@@ -241,8 +243,10 @@ export class Preferences {
 
   async older() {
     await this.working(byId("history-older"), byId("history-message"), async () => {
-      this.versions = [...this.versions, ...(await this.historyPage(this.versions.at(-1).version))];
+      const before = this.versions.at(-1).version;
+      this.versions = [...this.versions, ...(await this.historyPage(before))];
       this.showHistory();
+      await this.readAdaptation(before);
     });
   }
 
@@ -269,6 +273,7 @@ export class Preferences {
       const button = row.querySelector("button");
       if (button) button.hidden = now;
       row.querySelector(".pill").hidden = !now;
+      say(row.querySelector(".adaptation"), followed(this.adaptations.get(Number(key)), now));
     });
     const [, before] = this.versions;
     byId("undo").hidden = !before || !this.offers.history;
@@ -278,9 +283,8 @@ export class Preferences {
   }
 
   versionRow(one) {
-    const repeats = one.restores ? `repeats v${one.restores}` : one.origin ?? "";
+    const repeats = one.restores ? `repeats v${one.restores}` : ORIGINS[one.origin] ?? "";
     const facts = [one.author ? `by ${one.author}` : "", one.stored_s ? clock(one.stored_s) : "", repeats].filter(Boolean).join(" · ");
-    const weights = Object.entries(one.document.weights).map(([name, weight]) => `${name} ${short(weight)}`).join(", ");
     const button = this.offers.history ? h("button", { type: "button", "aria-label": `Bring back version ${one.version}` }, "Bring back") : null;
     button?.addEventListener("click", () => this.bringBack(one, button));
     return h("li", {},
@@ -288,7 +292,60 @@ export class Preferences {
         h("p", {}, h("span", { className: "strong" }, `v${one.version} ${one.document.name}`), " ", h("span", { className: "pill small", "data-state": "serving" }, "now")),
         h("p", { className: "muted" }, facts),
         one.reason ? h("p", { className: "reason" }, one.reason) : null,
-        h("p", { className: "muted small-text" }, weights)),
+        h("p", { className: "muted small-text" }, weightsOf(one.document)),
+        h("p", { className: "muted small-text adaptation", hidden: true })),
+      button);
+  }
+
+  /** How fast the run followed the newest versions, or a page of older ones. */
+  async readAdaptation(before = null) {
+    if (!this.offers.adaptation) return;
+    try {
+      const { body } = await call(`v1/adaptation?limit=${PAGE}${before === null ? "" : `&before=${before}`}`);
+      for (const one of body.adaptations) this.adaptations.set(one.version, one);
+      if (this.versions.length) this.showHistory();
+    } catch (error) {
+      if (!(error instanceof Problem && error.missing)) throw error;
+      this.offers.adaptation = false;
+    }
+  }
+
+  async readSchedule() {
+    if (!this.offers.schedule) return;
+    try {
+      this.showSchedule((await call(`${URL}/schedule`)).body.scheduled);
+    } catch (error) {
+      if (!(error instanceof Problem && (error.missing || error.status === 422))) throw error;
+      this.offers.schedule = false;
+    }
+  }
+
+  showSchedule(waiting) {
+    const byNumber = new Map(waiting.map((one) => [String(one.id), one]));
+    byId("schedule").hidden = !waiting.length;
+    reconcile(byId("schedule"), [...byNumber.keys()], (key) => this.scheduledRow(byNumber.get(key)), (row, key) => {
+      const { if_version: wanted } = byNumber.get(key);
+      const late = wanted && this.current && wanted !== this.current.version;
+      say(row.querySelector(".late"), late ? `Will be refused: v${this.current.version} is current by now.` : "", "bad");
+    });
+  }
+
+  scheduledRow(one) {
+    const when = one.at_s ? `at ${clock(one.at_s)}` : `at update ${one.at_update}`;
+    const facts = [one.author ? `by ${one.author}` : "", one.if_version ? `only if v${one.if_version} is still current` : ""].filter(Boolean).join(" · ");
+    const button = h("button", { type: "button", "aria-label": `Cancel the switch to ${one.document.name} ${when}` }, "Cancel");
+    button.addEventListener("click", () => this.working(button, byId("history-message"), async () => {
+      await call(`${URL}/schedule/${one.id}${this.signed()}`, { method: "DELETE" });
+      await this.readSchedule();
+      say(byId("history-message"), `The switch to “${one.document.name}” ${when} is cancelled.`, "good");
+    }));
+    return h("li", {},
+      h("div", { className: "grow" },
+        h("p", {}, h("span", { className: "strong" }, one.document.name), ` ${when} `, h("span", { className: "pill small" }, "waits")),
+        facts ? h("p", { className: "muted" }, facts) : null,
+        one.reason ? h("p", { className: "reason" }, one.reason) : null,
+        h("p", { className: "muted small-text" }, weightsOf(one.document)),
+        h("p", { className: "late", hidden: true })),
       button);
   }
 
@@ -312,6 +369,7 @@ export class Preferences {
     button.textContent = hold.held ? "Let changes through" : "Hold changes";
     button.onclick = () => this.working(button, byId("history-message"), async () => {
       await call(`${URL}:${hold.held ? "resume" : "hold"}${this.signed()}`, { method: "POST" });
+      byId("reason").value = "";
       this.showHold((await call(`${URL}/hold`)).body);
       say(byId("history-message"), hold.held ? "Changes go through again." : "Every change is refused until somebody lets them through.", "good");
     });
@@ -331,6 +389,18 @@ export class Preferences {
       button.removeAttribute("aria-busy");
     }
   }
+}
+
+const weightsOf = (document) => Object.entries(document.weights).map(([name, weight]) => `${name} ${short(weight)}`).join(", ");
+
+/** How the run followed a version, in seconds from its change on. */
+function followed(one, now) {
+  if (!one) return "";
+  const steps = [["scored", one.first_scored_s], ["trained", one.first_trained_s], ["serving", one.first_served_s]];
+  const updates = one.recovered_updates === null ? "" : ` (${plural(one.recovered_updates, "update")})`;
+  if (one.level_before !== null) steps.push(["reward back", one.recovered_s]);
+  const told = steps.map(([name, at]) => `${name} ${at === null ? (now ? "not yet" : "never") : `after ${number(at, 1)} s`}`);
+  return `${told.join(", ")}${updates}`;
 }
 
 function formula(wanted) {

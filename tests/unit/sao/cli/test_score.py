@@ -59,18 +59,10 @@ def test_texts_are_scored_by_the_task_alone(tmp_path: Path) -> None:
     file = written(tmp_path / "texts.jsonl", {"text": TEXT, "prompt": "moon"}, f"{TEXT} <eos>")
     result = sao(file, "--task", "writing")
     assert result.exit_code == 0, result.output
-    title, header, first, second = (line.split() for line in result.stdout.splitlines())
+    title, _, first, second = (line.split(maxsplit=3) for line in result.stdout.splitlines())
     assert title == ["preference", "cute"]
-    assert header == [
-        "outcome",
-        "reward",
-        "quality",
-        "style_chuunibyou",
-        "style_classical",
-        "style_cute",
-        "why",
-    ]
-    assert first == ["texts.jsonl:1", "scored", "0.7500", "1", "0", "0", "0.5"]
+    parts = "quality 1, style_chuunibyou 0, style_classical 0, style_cute 0.5"
+    assert [one.strip() for one in first] == ["texts.jsonl:1", "scored", "0.7500", parts]
     assert second[1:] == first[1:]
 
 
@@ -186,3 +178,10 @@ def test_empty_bytes_are_a_trajectory_that_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "x.pb").write_bytes(pb.Trajectory().SerializeToString())
     result = sao(tmp_path / "x.pb", "--task", "calculator", "--json")
     assert json.loads(result.stdout)["outcome"]["kind"] == "invalid"
+
+
+def test_no_name_is_cut_in_a_narrow_terminal(tmp_path: Path) -> None:
+    file = written(tmp_path / "a-file-of-a-rather-long-name.jsonl", {"text": TEXT, "prompt": "moon"})
+    result = CliRunner(env={"COLUMNS": "60"}).invoke(app, ["score", str(file), "--task", "writing"])
+    assert "…" not in result.stdout
+    assert {"style_chuunibyou", "style_classical", "style_cute"} <= set(result.stdout.split())

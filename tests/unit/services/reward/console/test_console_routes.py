@@ -22,13 +22,25 @@ from sao.run_history import MAX_POINTS
 from sao.streams.base import StreamName, StreamUnavailableError
 from sao.streams.memory import MemoryStreams
 from sao.telemetry.health import Health
+from services.reward.alarm_watch import AlarmWatch
+from services.reward.alarms import Alarms
 from services.reward.app import wire
 from services.reward.console.pages import POLICY
+from services.reward.console.routes import ConsoleRoutes
+from services.reward.preferences import ensure_preference
 from tests.support.console_run import TASK, TOKENIZER, fill_folder, fill_stores, written
 from tests.support.update_rows import trained_row, update_row
 
 UPDATES = 12
-READ = ["/v1/run", "/v1/curves", "/v1/engines", "/v1/versions", "/v1/dead-letters", "/v1/trajectories"]
+READ = [
+    "/v1/run",
+    "/v1/curves",
+    "/v1/adaptation",
+    "/v1/engines",
+    "/v1/versions",
+    "/v1/dead-letters",
+    "/v1/trajectories",
+]
 
 
 class World:
@@ -143,6 +155,29 @@ async def test_curves_are_continued_after_what_a_reader_has(client: httpx.AsyncC
     assert rest["points"] == whole["points"][40:]
     assert [(one["from_version"], one["to_version"], one["trajectory"]) for one in whole["switches"]] == [(1, 2, 33)]
     assert whole["latest"] == whole["points"][-1]
+
+
+async def test_adaptation_is_told_for_each_preference_but_the_first(client: httpx.AsyncClient, world: World) -> None:
+    assert await got(client, "/v1/adaptation") == {"adaptations": []}
+    await ensure_preference(world.board, None, TASK)
+    assert await got(client, "/v1/adaptation") == {"adaptations": []}
+    for name in ("classical", "chuunibyou"):
+        await world.board.put_preference(TASK.preferences[name])
+
+    newest, second = (await got(client, "/v1/adaptation"))["adaptations"]
+
+    assert (newest["version"], newest["name"], newest["first_trained_s"]) == (3, "chuunibyou", None)
+    assert (second["version"], second["first_trained_s"] is not None, second["first_served_s"]) == (2, True, None)
+    assert await got(client, "/v1/adaptation?before=3") == {"adaptations": [second]}
+
+
+async def test_an_alarm_that_scoring_raised_is_shown(world: World) -> None:
+    alarms = AlarmWatch(Alarms(world.config.reward.alarms.model_copy(update={"window": 50})))
+    preference = await ensure_preference(world.board, None, TASK)
+    for correct in [0.1] * 200 + [0.9] * 50:
+        alarms.observe({"style_cute": correct, "quality": 1.0 - correct}, preference)
+    routes = ConsoleRoutes(world.config, world.board, world.streams, TOKENIZER, alarms=alarms.active)
+    assert [(one.rising, one.collapsing) for one in (await routes.run()).alarms] == [("style_cute", "quality")]
 
 
 async def test_engines_and_versions_say_who_serves_what(client: httpx.AsyncClient) -> None:
@@ -334,6 +369,9 @@ async def test_a_long_run_is_read_in_the_background_and_answered_within_bounds(t
             for update in range(2000 * preference - 2000, 2000 * preference)
         ]
     (tmp_path / "updates.jsonl").write_text("".join(lines))
+    epoch = await world.board.new_trainer_epoch()
+    training = TrainerFacts(epoch=epoch, update=9999, version="", consumed=40_000, state=TrainerState.TRAINING)
+    await world.board.write_trainer(training)
     holds = []
 
     async def watch() -> None:
@@ -346,6 +384,8 @@ async def test_a_long_run_is_read_in_the_background_and_answered_within_bounds(t
         watching = asyncio.ensure_future(watch())
         caught_up = False
         while not caught_up:
+            run = await got(client, "/v1/run")
+            assert (run["stall"] == "") != run["caught_up"], "what is read so far tells no time"
             answer = await client.get("/v1/curves")
             caught_up = answer.json()["caught_up"]
         watching.cancel()
