@@ -18,6 +18,9 @@ from sao.preference import Finite, Origin, Preference, PreferenceDocument
 MAX_SCHEDULED = 32
 """Switches that may wait at once."""
 
+MAX_FOLLOWED = 64
+"""Records before a new one that come with it."""
+
 Version = Annotated[int, Field(ge=1)]
 Author = Annotated[str, Field(max_length=64)]
 Reason = Annotated[str, Field(max_length=500)]

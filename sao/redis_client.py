@@ -159,6 +159,11 @@ class RunKeys:
         """Number of the record that scheduled it -> that record, a line break, what every record of it ends with."""
         return self.key("board:preference-schedule")
 
+    @property
+    def preference_requests(self) -> str:
+        """Ids of the requests that made the newest records, scored by the records' numbers."""
+        return self.key("board:preference-requests")
+
 
 def connect_redis(config: RedisSection, *, retries: int = 2) -> aioredis.Redis:
     """A client whose every command ends within about (retries + 1) x timeout_s; it connects at the first one.

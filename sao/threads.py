@@ -2,6 +2,7 @@
 
 A thread cannot be killed. One that hangs keeps its slot until it returns, so hanging code stops the pool instead of
 growing it; and the threads are daemons, so it never keeps the process from ending, as asyncio's own pool would.
+A thread that is done waits for the next call: to start one holds up the event loop until the new thread has run.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -32,6 +35,9 @@ class DaemonThreads:
         self._slots = asyncio.Semaphore(size)
         self._name = name
         self._on_late_end = on_late_end
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = 0
+        weakref.finalize(self, _end, self._calls, size).atexit = False
 
     async def start(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Wait for a free slot, begin the call, and return what will hold its result or exception.
@@ -44,6 +50,7 @@ class DaemonThreads:
 
         def finish(set_it: Callable[[], None]) -> None:
             self._slots.release()
+            self._idle += 1
             if done.cancelled():
                 self._on_late_end()
             else:
@@ -61,12 +68,27 @@ class DaemonThreads:
             else:
                 report(partial(done.set_result, result))
 
-        threading.Thread(target=work, name=self._name, daemon=True).start()
+        self._calls.put(work)
+        if self._idle:
+            self._idle -= 1
+        else:
+            threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True).start()
         return done
 
     async def run(self, call: Callable[[], T]) -> T:
         """The call's result or exception; cancelling the wait leaves the call running in its slot."""
         return await (await self.start(call))
+
+
+def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # what it holds may go while this thread waits
+
+
+def _end(calls: SimpleQueue[Callable[[], None] | None], size: int) -> None:
+    for _ in range(size):
+        calls.put(None)
 
 
 def _settable(error: BaseException) -> Exception:

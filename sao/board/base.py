@@ -168,6 +168,14 @@ class Board(Protocol):
         PreferenceLimitError, ScheduleFullError, UnknownSwitchError.
         """
 
+    async def change_and_follow(
+        self, asked: ChangeRequest, *, above: int, min_seconds: float = 0.0
+    ) -> list[PreferenceChange]:
+        """As `change_preferences`; the records above `above`, ascending, the new one last, in one step.
+
+        Of more than MAX_FOLLOWED before it only the new one; nothing when there is nothing to do.
+        """
+
     async def put_preference(self, document: PreferenceDocument, *, if_version: int | None = None) -> Preference:
         """Store as the next version and make it current: `change_preferences` of a `put` that nobody signs."""
 

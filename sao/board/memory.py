@@ -28,6 +28,7 @@ from sao.board.messages import (
 )
 from sao.preference import Preference, PreferenceDocument
 from sao.preference_changes import (
+    MAX_FOLLOWED,
     MAX_SCHEDULED,
     Asked,
     ChangeRequest,
@@ -136,6 +137,15 @@ class MemoryBoard:
         if (wait_s := kept.stored_s + min_seconds - self._clock()) > 0:
             raise PreferenceLimitError(wait_s)
         return self._record(asked.what, asked, version=kept.version + 1)
+
+    async def change_and_follow(
+        self, asked: ChangeRequest, *, above: int, min_seconds: float = 0.0
+    ) -> list[PreferenceChange]:
+        change = await self.change_preferences(asked, above=above, min_seconds=min_seconds)
+        if change is None:
+            return []
+        before = [one for one in self._kept.changes if above < one.seq < change.seq]
+        return [*(before if len(before) <= MAX_FOLLOWED else []), change]
 
     def _apply(self, min_seconds: float) -> PreferenceChange | None:
         kept, now = self._kept, self._clock()

@@ -35,6 +35,7 @@ from sao.board.messages import (
 from sao.config.schema import RunConfig
 from sao.preference import Preference, PreferenceDocument
 from sao.preference_changes import (
+    MAX_FOLLOWED,
     MAX_SCHEDULED,
     ChangeRequest,
     Hold,
@@ -56,6 +57,7 @@ class RedisBoard:
         self._client = client
         self._keys = keys
         self._scripts = Scripts(client, "sao.board.lua")
+        self._read: tuple[int, bytes, Preference] | None = None
 
     @classmethod
     def connect(cls, config: RunConfig) -> RedisBoard:
@@ -139,49 +141,78 @@ class RedisBoard:
     async def change_preferences(
         self, asked: ChangeRequest, *, above: int = 0, min_seconds: float = 0.0
     ) -> PreferenceChange | None:
+        made = await self._change(asked, above, min_seconds, follow=False)
+        return made[-1] if made else None
+
+    async def change_and_follow(
+        self, asked: ChangeRequest, *, above: int, min_seconds: float = 0.0
+    ) -> list[PreferenceChange]:
+        return await self._change(asked, above, min_seconds, follow=True)
+
+    async def _change(
+        self, asked: ChangeRequest, above: int, min_seconds: float, *, follow: bool
+    ) -> list[PreferenceChange]:
         what: dict[str, object] = {
             "what": asked.what,
             "above": above,
             "min_seconds": min_seconds,
             "most": MAX_SCHEDULED,
+            "followed": MAX_FOLLOWED if follow else 0,
             "if_version": asked.if_version,
             "switch": asked.switch,
             "body": asked.body(),
         }
         given = json.dumps({key: value for key, value in what.items() if value is not None})
         with redis_errors(f"{asked.what} a preference"):
-            verdict, text = await self._scripts.run(
+            verdict, *texts = await self._scripts.run(
                 "change_preferences", self._preference_keys, [secrets.token_hex(8), given]
             )
-        return _judged(asked, above, verdict.decode(), text)
+        return _judged(asked, above, verdict.decode(), texts)
 
     @property
     def _preference_keys(self) -> list[str]:
         keys = self._keys
-        return [keys.board, keys.preferences, keys.preference_changes, keys.preference_schedule]
+        return [
+            keys.board,
+            keys.preferences,
+            keys.preference_changes,
+            keys.preference_schedule,
+            keys.preference_requests,
+        ]
 
     async def put_preference(self, document: PreferenceDocument, *, if_version: int | None = None) -> Preference:
         asked = ChangeRequest(what="put", document=document, if_version=if_version)
         return stored_by(await self.change_preferences(asked))
 
     async def preference(self, version: int | None = None) -> Preference | None:
+        if version is None:
+            return await self._current_preference()
         with redis_errors("read the preference"):
-            number: Any = (
-                await self._client.hget(self._keys.board, "preference") if version is None else str(version).encode()
-            )
-            if number is None:
-                return None
-            # Versions are never changed once stored, so reading in two steps is still one consistent answer.
-            text: Any = await self._client.hget(self._keys.preferences, number)
-        return None if text is None else _stored(int(number), text)
+            text: Any = await self._client.hget(self._keys.preferences, str(version))
+        return None if text is None else _stored(version, text)
+
+    async def _current_preference(self) -> Preference | None:
+        keys = [self._keys.board, self._keys.preferences]
+        with redis_errors("read the preference"):
+            found = await self._scripts.run("read_preference", keys, [])
+        if not found:
+            return None
+        number, text = int(found[0]), found[1]
+        if self._read is None or self._read[:2] != (number, text):  # read for every scoring, and seldom another one
+            self._read = (number, text, _stored(number, text))
+        return self._read[2]
 
     async def preferences(self, *, before: int | None = None, limit: int) -> list[Preference]:
         with redis_errors("read the preferences"):
             current: Any = await self._client.hget(self._keys.board, "preference")
             newest = min(int(current or 0), before - 1 if before is not None else int(current or 0))
-            numbers = list(range(newest, max(newest - limit, 0), -1))
-            texts: Any = await self._client.hmget(self._keys.preferences, map(str, numbers)) if numbers else []
-        return [_stored(number, text) for number, text in zip(numbers, texts, strict=True) if text is not None]
+            found: list[Preference] = []
+            while newest > 0 and len(found) < limit:  # a damaged or older log leaves gaps
+                numbers = list(range(newest, max(newest - limit, 0), -1))
+                texts: Any = await self._client.hmget(self._keys.preferences, list(map(str, numbers)))
+                found += [_stored(one, text) for one, text in zip(numbers, texts, strict=True) if text is not None]
+                newest -= limit
+        return found[:limit]
 
     async def scheduled_preferences(self) -> list[ScheduledPreference]:
         texts = await self._hash(self._keys.preference_schedule)
@@ -229,13 +260,14 @@ class RedisBoard:
             await self._client.aclose()
 
 
-def _judged(asked: ChangeRequest, above: int, verdict: str, text: bytes) -> PreferenceChange | None:
+def _judged(asked: ChangeRequest, above: int, verdict: str, texts: list[bytes]) -> list[PreferenceChange]:
     """What change_preferences.lua answered."""
+    text = texts[-1]
     match verdict:
         case "done":
-            return PreferenceChange.model_validate_json(text)
+            return [PreferenceChange.model_validate_json(line) for line in texts]
         case "nothing":
-            return None
+            return []
         case "behind":
             raise BoardBehindError(behind_message(int(text), above))
         case "conflict":

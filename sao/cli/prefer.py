@@ -117,7 +117,7 @@ class Service:
         self._signature = {key: value for key, value in signature.items() if value}
         self.url, found = (url.rstrip("/"), token) if url is not None else _service_of(run)
         self._headers = {"Authorization": f"Bearer {found}"} if found else {}
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, markup=False, emoji=False)  # names and reasons are people's
 
     def ask(
         self,

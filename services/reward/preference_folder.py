@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import math
 import os
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -27,7 +29,10 @@ from sao.preference import Preference
 from sao.preference_changes import MAX_SCHEDULED, ChangeRequest, Kept, PreferenceChange
 from sao.streams.base import StreamError
 from sao.telemetry.logs import get_logger
+from sao.threads import DaemonThreads
 from services.reward import metrics
+
+T = TypeVar("T")
 
 log = get_logger(__name__)
 
@@ -38,6 +43,8 @@ RECENT = 4096
 """Records remembered, to tell whether one that was accepted is the one that was kept."""
 LOCK_WITHIN_S = 5.0
 """Longest wait for another process that writes; then the folder counts as refusing."""
+LOOK_HOLDS_S = 0.05
+"""So long a look at the file answers for it: no store loses records and is back in less."""
 _LOCK_POLL_S = 0.001
 _OLDER = re.compile(r"(\d{8,})\.json")
 
@@ -85,14 +92,16 @@ class PreferenceFolder:
 
     def keep(self, changes: Sequence[PreferenceChange]) -> None:
         """Append those that the file lacks, all of it durable on return; nothing that follows a gap."""
-        make_directory(self._path)
         with self._locked() as descriptor:
             whole = self._look(descriptor)
             lacking = [change for change in changes if change.seq > self._newest]
             if lacking and lacking[0].seq == self._newest + 1:
-                os.ftruncate(descriptor, whole)  # a line that a crash or a full disk cut short
-                _write(descriptor, b"".join(change.line().encode() + b"\n" for change in lacking))
-                self._look(descriptor)
+                data = b"".join(change.line().encode() + b"\n" for change in lacking)
+                if os.fstat(descriptor).st_size > whole:
+                    os.ftruncate(descriptor, whole)  # a line that a crash or a full disk cut short
+                _write(descriptor, data)
+                with self._seen:
+                    self._take(lacking, whole + len(data))
             os.fsync(descriptor)  # also what somebody wrote who was killed before this
             self._durable = self._newest
 
@@ -102,11 +111,13 @@ class PreferenceFolder:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        created = not self._file.exists()
-        descriptor = os.open(self._file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            if created:
-                fsync_directory(self._path)
+            descriptor = os.open(self._file, os.O_RDWR | os.O_APPEND)
+        except FileNotFoundError:
+            make_directory(self._path)
+            descriptor = os.open(self._file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+            fsync_directory(self._path)
+        try:
             _lock(descriptor)
             yield descriptor
         finally:
@@ -120,13 +131,16 @@ class PreferenceFolder:
                 self._forget()
             data = os.pread(descriptor, size - self._end, self._end)
             whole = data[: data.rfind(b"\n") + 1]
-            for change in _records(whole, str(self._file)):
-                self._newest = max(self._newest, change.seq)
-                self._recent[change.seq] = change
-            while len(self._recent) > RECENT:
-                del self._recent[next(iter(self._recent))]
-            self._end += len(whole)
+            self._take(_records(whole, str(self._file)), self._end + len(whole))
             return self._end
+
+    def _take(self, changes: Iterable[PreferenceChange], end: int) -> None:
+        for change in changes:
+            self._newest = max(self._newest, change.seq)
+            self._recent[change.seq] = change
+        while len(self._recent) > RECENT:
+            del self._recent[next(iter(self._recent))]
+        self._end = end
 
     def _forget(self) -> None:
         self._end = self._newest = self._durable = 0
@@ -190,6 +204,10 @@ class Keeper:
         self._min_seconds = min_seconds
         self._refused = False
         self._one = asyncio.Lock()
+        self._threads = DaemonThreads(2, name="preference-folder")  # not asyncio's own: dry runs may take all of those
+        self._looked_s = -math.inf
+        self._unkept: dict[int, PreferenceChange] = {}
+        self._tries = 0
 
     async def run(self) -> None:
         """Until cancelled; a store that does not answer is asked again the next time."""
@@ -207,22 +225,24 @@ class Keeper:
         await self._known()
         async with self._one:
             await self._guarded(self._reconcile)
+            self._tries += 1
 
     async def change(self, asked: ChangeRequest) -> PreferenceChange | None:
         """Have the board make a change, durable on return: on disk, or in the store alone while the folder refuses.
 
         What Board.change_preferences raises, and LostChangeError.
         """
-        above = await self._known()
+        above = await self._known(old_s=LOOK_HOLDS_S)
         try:
-            change = await self._board.change_preferences(asked, above=above, min_seconds=self._min_seconds)
+            made = await self._board.change_and_follow(asked, above=above, min_seconds=self._min_seconds)
         except BoardBehindError:
             await self.once()
             above = await self._known()
-            change = await self._board.change_preferences(asked, above=above, min_seconds=self._min_seconds)
-        if change is not None:
-            await self._keep(change)
-        return change
+            made = await self._board.change_and_follow(asked, above=above, min_seconds=self._min_seconds)
+        if not made:
+            return None
+        await self._keep(made)
+        return made[-1]
 
     async def apply(self) -> None:
         """Let every scheduled switch that is due take effect, or be refused; replicas may do so at once."""
@@ -238,17 +258,29 @@ class Keeper:
         metrics.SCHEDULED.set(len(await self._board.scheduled_preferences()))
         metrics.HELD.set((await self._board.preference_hold()).held)
 
-    async def _known(self) -> int:
-        """The newest record that the folder shows, or showed last when it cannot be read."""
-        await self._guarded(partial(asyncio.to_thread, self._folder.known))
+    async def _known(self, *, old_s: float = 0.0) -> int:
+        """The newest record that the folder shows, or showed last when it cannot be read; `old_s`: a look's age."""
+        if time.monotonic() - self._looked_s >= old_s:
+            await self._guarded(partial(self._in_thread, self._folder.known))
         return self._folder.seen
 
-    async def _keep(self, change: PreferenceChange) -> None:
-        # Who waits here finds the record kept already, mostly: one fsync is for all that the board has by then.
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        """A look at the folder, or more."""
+        began_s = time.monotonic()
+        found = await self._threads.run(call)
+        self._looked_s = began_s
+        return found
+
+    async def _keep(self, made: Sequence[PreferenceChange]) -> None:
+        change, tries = made[-1], self._tries
+        self._unkept.update((one.seq, one) for one in made)
+        # Who waits here finds the record kept already, mostly: one fsync is for all that came while one was at work.
         async with self._one:
-            if self._folder.durable(change) is None:
+            # A try that began after this change and failed is this change's too.
+            if self._folder.durable(change) is None and self._tries <= tries + 1:
                 with metrics.KEEP_SECONDS.time():
-                    await self._guarded(self._reconcile)
+                    await self._guarded(partial(self._write, change))
+                self._tries += 1
             kept = self._folder.durable(change)
             if kept is None:
                 kept = change in await self._board.preference_changes(change.seq - 1)
@@ -256,16 +288,27 @@ class Keeper:
             msg = f"the store lost change {change.seq} while it was made; read the preference, then repeat"
             raise LostChangeError(msg)
 
+    async def _write(self, change: PreferenceChange) -> None:
+        """Append what was made here and what came with it; ask the board only where that leaves a gap."""
+        made, self._unkept = self._unkept, {}  # what the disk refuses is the board's to tell again
+        changes: list[PreferenceChange] = []
+        while (number := self._folder.seen + len(changes) + 1) in made:
+            changes.append(made[number])
+        if change in changes:
+            await self._in_thread(partial(self._folder.keep, changes))
+        else:
+            await self._reconcile()
+
     async def _reconcile(self) -> None:
         known = self._folder.seen
         changes = await self._board.preference_changes(max(known - 1, 0))
         if known == 0 or not changes:
             await self._restore()
         if changes and not self._folder.durable(changes[-1]):
-            await asyncio.to_thread(self._folder.keep, changes)
+            await self._in_thread(partial(self._folder.keep, changes))
 
     async def _restore(self) -> None:
-        kept = await asyncio.to_thread(self._folder.read_all)
+        kept = await self._in_thread(self._folder.read_all)
         if kept.version and await self._board.restore_preferences(kept):
             metrics.PREFERENCES_RESTORED.inc()
             log.error("the board had lost its preferences, they are restored", version=kept.version, record=kept.seq)

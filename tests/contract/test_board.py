@@ -26,6 +26,7 @@ from sao.board.base import (
 from sao.board.memory import MemoryBoard
 from sao.preference import Preference, PreferenceDocument
 from sao.preference_changes import (
+    MAX_FOLLOWED,
     MAX_SCHEDULED,
     ChangeRequest,
     Hold,
@@ -401,6 +402,29 @@ async def test_versions_from_before_there_were_records_come_back_too(board: Boar
     assert (await board.put_preference(document("next"), if_version=3)).version == 4
     assert not await board.restore_preferences(Kept.of([], older=older))
     assert (await current(board)).version == 4
+
+
+async def test_a_page_of_versions_is_full_across_a_gap(board: Board) -> None:
+    older = [Preference(version=number, document=document(f"p{number}")) for number in (1, 2, 9, 10)]
+    assert await board.restore_preferences(Kept.of([], older=older))
+    assert [one.version for one in await board.preferences(limit=3)] == [10, 9, 2]
+    assert [one.version for one in await board.preferences(before=9, limit=1)] == [2]
+    assert [one.version for one in await board.preferences(before=2, limit=9)] == [1]
+    assert await board.preferences(before=1, limit=9) == []
+
+
+async def test_a_change_comes_with_the_records_that_its_asker_lacks(board: Board) -> None:
+    made = [await asked(board, "put", document=document(f"p{number}")) for number in range(3)]
+    put = ChangeRequest(what="put", document=document("next"))
+    made += await board.change_and_follow(put, above=3)
+    assert await board.change_and_follow(put, above=1) == [*made[1:], *(await board.preference_changes(4))]
+    assert await board.change_and_follow(ChangeRequest(what="apply"), above=0) == []
+    with pytest.raises(BoardBehindError):
+        await board.change_and_follow(put, above=6)
+    for _ in range(MAX_FOLLOWED - 5):
+        await asked(board, "put", document=document("many"))
+    assert [one.seq for one in await board.change_and_follow(put, above=0)] == list(range(1, MAX_FOLLOWED + 2))
+    assert [one.seq for one in await board.change_and_follow(put, above=0)] == [MAX_FOLLOWED + 2]
 
 
 async def test_a_board_with_an_older_file_is_brought_up_to_the_records(board: Board) -> None:

@@ -300,6 +300,23 @@ async def test_a_preference_sent_twice_is_stored_once(
         assert (await stores.board.put_preference(document, if_version=0)).version == 1
 
 
+async def test_a_preference_sent_twice_is_stored_once_though_others_came_between(
+    redis_run: tuple[Stores, RunKeys], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, _ = redis_run
+    ids = iter(["mine", *map(str, range(8)), "mine", "mine"])
+    monkeypatch.setattr("sao.board.redis.secrets.token_hex", lambda _: next(ids))
+    document = PreferenceDocument(name="p", weights={"a": 1.0})
+    first = await stores.board.put_preference(document, if_version=0)
+    for _ in range(8):
+        await stores.board.put_preference(document)
+    again = [await stores.board.put_preference(document, if_version=version) for version in (0, None)]
+    assert again == [first, first]
+    newest = await stores.board.preference()
+    assert newest is not None
+    assert newest.version == 9
+
+
 def test_connecting_sends_nothing_and_limits_its_retries() -> None:
     client = connect_redis(RedisSection(url="redis://192.0.2.1:1/0", timeout_s=1.5), retries=1)
     options = client.connection_pool.connection_kwargs

@@ -1,17 +1,17 @@
 #!lua flags=allow-oom
 -- Make one change of the preferences, and its record, in one step; or say why not.
--- KEYS: board, preferences, changes, schedule
--- ARGV: request id, what is asked (JSON: what, above, most, min_seconds, if_version, switch, body)
+-- KEYS: board, preferences, changes, schedule, requests
+-- ARGV: request id, what is asked (JSON: what, above, most, followed, min_seconds, if_version, switch, body)
 -- `above`: the newest record that the caller knows of; a board with less has lost some, and changes nothing.
--- A request that is sent twice (its answer was lost) is carried out once.
--- Returns {verdict, text}: done + record, nothing, behind + newest record here, conflict + current version, held + the
+-- A request that is sent twice (its answer was lost) is carried out once, also when others came between.
+-- Returns {verdict, text}: done + record (after the records above `above`, when those are at most `followed`), nothing, behind + newest record here, conflict + current version, held + the
 -- record of the hold, limited + seconds to wait, full, unknown.
-local board, preferences, changes, schedule = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local board, preferences, changes, schedule, requests = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local REMEMBERED = 256
 local ask = cjson.decode(ARGV[2])
-if redis.call('HGET', board, 'preference-request') == ARGV[1] then
-  return { 'done', redis.call('HGET', board, 'preference-answer') }
-end
 local seq = tonumber(redis.call('HGET', board, 'preference-seq') or '0')
+local made = redis.call('ZSCORE', requests, ARGV[1])
+if made then return { 'done', redis.call('HGET', changes, made) } end
 if seq < ask.above then return { 'behind', tostring(seq) } end
 
 local time = redis.call('TIME')
@@ -23,14 +23,23 @@ local function record(what, members, body)
   local line = string.format('{"seq":%d,"when_s":%s,"what":"%s",%s%s', seq + 1, now, what, members, string.sub(body, 2))
   local number = string.format('%d', seq + 1)
   redis.call('HSET', changes, number, line)
-  redis.call('HSET', board, 'preference-seq', number, 'preference-request', ARGV[1], 'preference-answer', line)
-  return { 'done', line }
+  redis.call('HSET', board, 'preference-seq', number)
+  redis.call('ZADD', requests, number, ARGV[1])
+  redis.call('ZREMRANGEBYSCORE', requests, '-inf', seq + 1 - REMEMBERED)
+  local answer = { 'done' }
+  if seq - ask.above <= ask.followed then
+    for before = ask.above + 1, seq do
+      answer[#answer + 1] = redis.call('HGET', changes, string.format('%d', before)) or nil
+    end
+  end
+  answer[#answer + 1] = line
+  return answer
 end
 
 local function store(what, members, body)
   local version = string.format('%d', current + 1)
   local answer = record(what, string.format('"version":%s,%s', version, members), body)
-  redis.call('HSET', preferences, version, answer[2])
+  redis.call('HSET', preferences, version, answer[#answer])
   redis.call('HSET', board, 'preference', version)
   if what ~= 'initial' then redis.call('HSET', board, 'preference-stored', now) end
   return answer
@@ -84,7 +93,7 @@ if ask.what == 'cancel' then
 end
 if ask.what == 'hold' then
   local answer = record('hold', '', ask.body)
-  redis.call('HSET', board, 'preference-hold', answer[2])
+  redis.call('HSET', board, 'preference-hold', answer[#answer])
   return answer
 end
 if ask.what == 'resume' then
@@ -97,7 +106,7 @@ if ask.if_version and ask.if_version ~= current then return { 'conflict', tostri
 if ask.what == 'schedule' then
   if redis.call('HLEN', schedule) >= ask.most then return { 'full', '' } end
   local answer = record('schedule', '', ask.body)
-  redis.call('HSET', schedule, string.format('%d', seq + 1), answer[2] .. '\n' .. ask.body)
+  redis.call('HSET', schedule, string.format('%d', seq + 1), answer[#answer] .. '\n' .. ask.body)
   return answer
 end
 if wait_s() > 0 then return { 'limited', tostring(wait_s()) } end

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sao.rest import Server
+from tests.support.scored_tasks import until
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -105,3 +106,17 @@ async def test_an_upgrade_to_a_websocket_is_an_ordinary_request(caplog: pytest.L
         answered = await exchange(port, request.encode())
     assert answered.startswith(b"HTTP/1.1 200 ")
     assert complaints(caplog) == []
+
+
+async def test_answers_are_sent_at_once_whatever_made_the_listening_socket() -> None:
+    server = Server(answer_unread, grace_s=1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        _, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+        await until(lambda: bool(server.server_state.connections), "the connection to be accepted")
+        (connection,) = server.server_state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        server.should_exit = True
+        await task

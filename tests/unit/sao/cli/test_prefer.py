@@ -72,6 +72,18 @@ async def test_a_weight_is_changed_and_taken_back(board: MemoryBoard, run: Path)
     assert "rollback to 1" in history
 
 
+async def test_what_people_write_is_shown_as_they_wrote_it(board: MemoryBoard, run: Path) -> None:
+    name, reason = "[bold]cute[/bold]", "see [issue/7], not [/x] :smile:"
+    said = sao(run, "cute=0.25", "--name", name, "--reason", reason).output
+    assert name in said
+    for words in ([], ["--history"]):
+        shown = sao(run, *words).output
+        assert name in shown
+        assert reason in shown
+    sao(run, "cute=1", "--at", "update:9", "--name", name, "--reason", reason)
+    assert f"{name} at update 9 by ann: {reason}" in sao(run, "--scheduled").output
+
+
 async def test_a_whole_document_is_read_from_a_file_and_weights_go_on_top(
     board: MemoryBoard, run: Path, tmp_path: Path
 ) -> None:
