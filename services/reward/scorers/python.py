@@ -14,7 +14,7 @@ from sao.config import ConfigError
 from sao.config.schema import PythonScorerSection
 from sao.tasks.base import Scorer
 from services.reward.pool import ThreadPool
-from services.reward.scorers.base import ScorerFailedError, ScoringRequest, checked
+from services.reward.scorers.base import ScoringRequest, checked, mapping_of
 
 ENTRY_POINTS = "sao.scorers"
 """Group in which a package offers its scorers by name."""
@@ -39,10 +39,7 @@ class PythonScorer:
     async def score(self, request: ScoringRequest) -> Mapping[str, float]:
         call = partial(self._call, request.trajectory, request.tokenizer)
         found = await self._pool.run(call, self.deadline_s)
-        if not isinstance(found, Mapping):
-            msg = f"gave {type(found).__name__}, expected a mapping from component to number"
-            raise ScorerFailedError(msg)
-        return checked(found, self.components)
+        return checked(mapping_of(found), self.components)
 
     async def close(self) -> None:
         """Threads end by themselves."""
