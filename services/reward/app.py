@@ -35,6 +35,7 @@ from services.reward.console.pages import pages
 from services.reward.console.routes import ConsoleRoutes
 from services.reward.consumer import Consumer
 from services.reward.feedback.desk import Desk
+from services.reward.feedback.leftovers import Leftovers
 from services.reward.feedback.routes import FeedbackRoutes
 from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import PreferenceRoutes, ensure_preference
@@ -166,7 +167,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.create_server((settings.bind, settings.port), family=family) as listener:
             log.info("reward service listens", bind=settings.bind, port=listener.getsockname()[1], task=task.name)
-            beside = [service.keeper.run(), *([service.desk.run()] if service.desk is not None else [])]
+            beside = [service.keeper.run(), (service.desk or Leftovers(streams.room)).run()]
             await _together(server, listener, service.consumer, beside, stop)
     finally:
         for one in scorers:
