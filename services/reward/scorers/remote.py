@@ -187,10 +187,23 @@ def _json_of(response: httpx.Response, body: bytes, url: str) -> Any:  # noqa: A
         msg = f"{url} answers in Content-Encoding {encoding[:50]!r}, it was asked for identity"
         raise ScorerFailedError(msg)
     try:
-        return json.loads(body)
+        return parsed(body)
     except (ValueError, RecursionError) as error:
-        msg = f"{url} answers what is no JSON: {said!r}"
+        msg = f"{url} answers what is no JSON ({error}): {said!r}"
         raise ScorerFailedError(msg) from error
+
+
+def parsed(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON
+    """As json.loads, but ValueError where an object has a key twice: nobody knows which of the two was meant."""
+    return json.loads(text, object_pairs_hook=_unambiguous)
+
+
+def _unambiguous(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        msg = "an object has a key twice"
+        raise ValueError(msg)
+    return found
 
 
 def _retry_after_s(header: str | None, now_s: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -491,3 +492,22 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, flo
     with pytest.raises(ValidationError) as refused:
         FeedbackSection(**settings)  # type: ignore[arg-type]
     assert refused.value.errors()[0].get("ctx", {}).get("key", "") == key
+
+
+async def test_texts_are_written_beside_the_event_loop(reception: Reception, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def decode(self, token_ids: Any) -> str:
+            begun.set()
+            assert go_on.wait(5), "the event loop stood still meanwhile"
+            return "a text"
+
+    monkeypatch.setattr("tests.support.reception.TOKENIZER", Slow())
+    await append(reception.streams, 1)
+    await reception.consume()
+    async with reception.client() as client:
+        asking = asyncio.ensure_future(client.get("/v1/feedback"))
+        await eventually(begun.is_set, what="the text to be written")
+        go_on.set()
+        assert [one["text"] for one in (await asking).json()["trajectories"]] == ["a text"]

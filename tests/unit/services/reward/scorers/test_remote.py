@@ -154,7 +154,11 @@ async def test_nobody_there_is_a_failure_that_names_the_url() -> None:
     await calls.close()
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "bytes", "deep"])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a": {"b": 1, "b": 0}}'],
+    ids=["empty", "cut", "bytes", "deep", "twice"],
+)
 async def test_what_is_no_json_is_a_failure(body: bytes) -> None:
     script = Script(Reply(body=body), GOOD)
     async with calling(script) as calls:
