@@ -61,7 +61,11 @@ class DaemonThreads:
             else:
                 report(partial(done.set_result, result))
 
-        threading.Thread(target=work, name=self._name, daemon=True).start()
+        try:
+            threading.Thread(target=work, name=self._name, daemon=True).start()
+        except RuntimeError:  # the machine gives no more threads: the place is not lost with this call
+            self._slots.release()
+            raise
         return done
 
     async def run(self, call: Callable[[], T]) -> T:
