@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -14,6 +15,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from sao.streams.base import StreamError
+
+BODY_WITHIN_S = 30.0
+"""A client that sends its body more slowly is refused: it may hold a place that others wait for."""
 
 
 class Problem(BaseModel):
@@ -92,12 +96,17 @@ def install(app: Starlette, invalid: type[Exception]) -> None:
 
 
 async def bounded_body(request: Request, limit: int, what: str) -> bytes:
-    """The body, at most `limit` bytes; `what` names it in the refusal."""
+    """The body, at most `limit` bytes, within BODY_WITHIN_S; `what` names it in the refusal."""
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise ProblemError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{what} has at most {limit} bytes")
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise ProblemError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"{what} has at most {limit} bytes")
+    except TimeoutError as error:
+        detail = f"{what} did not arrive whole within {BODY_WITHIN_S:g} s"
+        raise ProblemError(HTTPStatus.BAD_REQUEST, detail) from error
     return bytes(body)
 
 

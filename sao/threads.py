@@ -68,11 +68,15 @@ class DaemonThreads:
             else:
                 report(partial(done.set_result, result))
 
-        self._calls.put(work)
         if self._idle:
             self._idle -= 1
         else:
-            threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True).start()
+            try:
+                threading.Thread(target=_serve, args=(self._calls,), name=self._name, daemon=True).start()
+            except RuntimeError:  # the machine gives no more threads: the place is not lost with this call
+                self._slots.release()
+                raise
+        self._calls.put(work)
         return done
 
     async def run(self, call: Callable[[], T]) -> T:

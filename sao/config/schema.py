@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
@@ -275,6 +276,20 @@ class _RemoteScorerSection(_ScorerSection):
     """Repeats within the deadline of a call that was refused, cut off, or answered 429 or 5xx."""
     backoff_s: Positive = 0.2
     """Longest pause before the first repeat; it doubles each time, and half of it is drawn by chance."""
+
+    @model_validator(mode="after")
+    def _url_can_be_called(self) -> _RemoteScorerSection:
+        try:
+            parts = urlsplit(self.url)
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise wrong_setting(key="url", reason=f"no URL: {error}") from error
+        if not host or port == 0:
+            raise wrong_setting(key="url", reason="it names no host and port that can be called")
+        if parts.username is not None or parts.password is not None:
+            reason = "it holds a user or a password, which logs would show: give the secret in token_env"
+            raise wrong_setting(key="url", reason=reason)
+        return self
 
 
 class HttpScorerSection(_RemoteScorerSection):

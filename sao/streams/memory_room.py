@@ -39,6 +39,7 @@ class MemoryRoom:
         trajectory_id = delivery.trajectory_id
         self._waiting[trajectory_id] = Waiting(trajectory_id, dict(fields), now_ms)
         self._expired.pop(trajectory_id, None)
+        self._joined.pop(trajectory_id, None)
         self._around.release(trajectory_id)
         return True
 

@@ -45,7 +45,7 @@ class RedisRoom:
     async def park(self, delivery: Delivery, consumer: str, fields: Mapping[str, str], *, now_ms: int) -> bool:
         names, trajectory_id = self._keys, delivery.trajectory_id
         keys = [names.stream(delivery.stream), names.waiting, names.waiting_since, names.unconsumed]
-        keys += [names.answers, names.answers_ready, names.answers_expired]
+        keys += [names.answers, names.answers_ready, names.answers_expired, names.answers_kept, names.answers_joined]
         args: list[Arg] = [GROUP, consumer, delivery.entry_id, delivery.attempt, trajectory_id]
         with redis_errors(f"park trajectory {trajectory_id}"):
             reply: int = await self._fenced.run("park", keys, [*args, now_ms, json.dumps(dict(fields))])

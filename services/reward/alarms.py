@@ -30,6 +30,7 @@ WINDOWS = 4
 CHECKS_PER_WINDOW = 10
 LEAST_SHARE = 0.05
 """Of the level: a smaller move is no move."""
+LARGEST = 1e100
 CLEARED_AT = 0.8
 """Of a bound: an alarm ends when a move has come back to less than this."""
 
@@ -136,15 +137,27 @@ def _not_unwanted(name: str, document: PreferenceDocument) -> bool:
 
 
 def _move(then: Sequence[float], now: Sequence[float]) -> _Move:
+    scale = _scale([*then, *now])
+    then, now = [x / scale for x in then], [x / scale for x in now]
     before, after = math.fsum(then) / len(then), math.fsum(now) / len(now)
+    return _Move(then=before * scale, now=after * scale, deviations=_deviations(then, now, before, after))
+
+
+def _scale(values: Sequence[float]) -> float:
+    """1, or what brings huge values to where their squares and sums are numbers."""
+    largest = max(map(abs, values))
+    return largest if largest > LARGEST else 1.0
+
+
+def _deviations(then: Sequence[float], now: Sequence[float], before: float, after: float) -> float:
     difference = after - before
     if abs(difference) < LEAST_SHARE * max(abs(before), abs(after)):
-        return _Move(then=before, now=after, deviations=0.0)
+        return 0.0
     spread = math.fsum((x - before) ** 2 for x in then) + math.fsum((x - after) ** 2 for x in now)
     deviation = math.sqrt(spread / (len(then) + len(now) - 2))
     if deviation == 0:
-        return _Move(then=before, now=after, deviations=math.copysign(math.inf, difference) if difference else 0.0)
-    return _Move(then=before, now=after, deviations=difference / deviation)
+        return math.copysign(math.inf, difference) if difference else 0.0
+    return difference / deviation
 
 
 def _alarm(up: str, down: str, moves: Mapping[str, _Move], version: int) -> Alarm:

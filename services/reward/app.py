@@ -35,6 +35,7 @@ from services.reward.console.pages import pages
 from services.reward.console.routes import ConsoleRoutes
 from services.reward.consumer import Consumer
 from services.reward.feedback.desk import Desk
+from services.reward.feedback.leftovers import Leftovers
 from services.reward.feedback.routes import FeedbackRoutes
 from services.reward.preference_folder import Keeper, PreferenceFolder
 from services.reward.preferences import PreferenceRoutes, ensure_preference
@@ -46,6 +47,9 @@ from services.reward.scoring import ScoringRoutes
 
 GRACE_S = 3.0
 """What is in flight at a stop gets this long; the rest stays pending and is scored after the restart."""
+CANCEL_AGAIN_S = 0.2
+CANCELS = 15
+"""So often is what has not ended cancelled again."""
 
 log = get_logger(__name__)
 
@@ -163,7 +167,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
         with socket.create_server((settings.bind, settings.port), family=family) as listener:
             log.info("reward service listens", bind=settings.bind, port=listener.getsockname()[1], task=task.name)
-            beside = [service.keeper.run(), *([service.desk.run()] if service.desk is not None else [])]
+            beside = [service.keeper.run(), (service.desk or Leftovers(streams.room)).run()]
             await _together(server, listener, service.consumer, beside, stop)
     finally:
         for one in scorers:
@@ -191,9 +195,19 @@ async def _together(
         server.should_exit = True
         await asyncio.wait({serving, consuming}, timeout=GRACE_S)
     finally:
-        for part in parts:
+        await _cancelled(parts)
+    for part in parts:
+        if part.done() and not part.cancelled() and (error := part.exception()) is not None:
+            raise error
+
+
+async def _cancelled(parts: set[asyncio.Future[Any]]) -> None:
+    """Cancel until all have ended: a cancellation that meets a call's own end may be lost, and one is not enough."""
+    left = parts
+    for _ in range(CANCELS):
+        for part in left:
             part.cancel()
-        results = await asyncio.gather(*parts, return_exceptions=True)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
+        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+        if not left:
+            return
+    log.error("parts of the service do not end", parts=[repr(part) for part in left], cancelled_times=CANCELS)

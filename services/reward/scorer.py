@@ -10,7 +10,6 @@ What comes later (feedback) is waited for by nobody here: a preference that read
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from services.reward import metrics
 from services.reward.alarm_watch import AlarmWatch
 from services.reward.alarms import LENGTH
 from services.reward.pool import DeadlinePassedError, ThreadPool
-from services.reward.scorers.base import ComponentScorer, ScorerFailedError, ScoringRequest
+from services.reward.scorers.base import ComponentScorer, ScorerFailedError, ScoringRequest, mapping_of, number_of
 
 log = get_logger(__name__)
 
@@ -180,15 +179,14 @@ class TrajectoryScorer:
 
     def _checked(self, raw: Mapping[str, float]) -> dict[str, float] | Failure:
         if raw.keys() != self._task.components:
-            found, expected = sorted(raw), sorted(self._task.components)
+            found, expected = sorted(map(str, raw)), sorted(self._task.components)
             return InfraFailed(component="score", reason=f"task {self._task.name} gave {found}, declares {expected}")
-        try:
-            components = {name: float(value) for name, value in raw.items()}
-        except (TypeError, ValueError) as error:
-            return InfraFailed(component="score", reason=f"not every component is a number: {error}")
-        for name, value in components.items():
-            if not math.isfinite(value):
-                return InfraFailed(component=name, reason=f"{name} is {value}, expected a finite number")
+        components = {}
+        for name, value in raw.items():
+            try:
+                components[name] = number_of(name, value)
+            except ScorerFailedError as error:
+                return InfraFailed(component=name, reason=str(error))
         return components
 
 
@@ -231,7 +229,7 @@ async def _outcome_of(
     name: str, deadline_s: float, trajectory_id: str, call: Awaitable[Mapping[str, float]]
 ) -> Mapping[str, float] | Failure:
     try:
-        return await call
+        return mapping_of(await call)
     except DeadlinePassedError:
         return TimedOut(component=name, after_s=deadline_s)
     except UnscorableError as error:

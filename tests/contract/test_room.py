@@ -198,6 +198,13 @@ async def test_an_answer_that_has_come_is_neither_buried_nor_passed_over(stores:
     assert await streams.room.park(again, "r", {}, now_ms=NOW + 1)
     assert len(await streams.room.answered(count=9)) == 1, "the answer is still known"
     assert await streams.room.use() == RoomUse(waiting=1, oldest_ms=NOW + 1)
+    early = [await stores.append(ordinal) for ordinal in (1, 2)]
+    heard = [await answer(stores, one, 1.0, kept_max=1) for one in early]
+    assert heard == [Heard.KEPT, Heard.FULL], "what waits again is not counted among the kept"
+    await streams.room.forget(kept_before_ms=NOW + 9, joined_before_ms=NOW + 9, remembered=0)
+    ((second, heard_again),) = await streams.room.answered(count=9)
+    assert heard_again == said(1.0), "it waits to be joined: not forgotten"
+    assert await streams.room.join(second, {}, now_ms=NOW + 2)
 
 
 async def test_what_nobody_answers_may_be_scored_without(stores: Stores) -> None:

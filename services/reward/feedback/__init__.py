@@ -4,4 +4,5 @@
                                                      └─ deadline, or too many: a dead letter, or scored without it
 
 `desk` does it, `routes` is POST and GET /v1/feedback, `asking` says which trajectories are asked for.
+`leftovers` is for a run whose file asks no more.
 """  # noqa: E501

@@ -133,7 +133,7 @@ class Desk:
             return
         outcome = _weighed(waiting, {self.settings.component: feedback.value}, preference, started_s)
         now_ms = self._now_ms()
-        fields = {**_rest(waiting), VALUE: repr(feedback.value)}
+        fields = {**rest_of(waiting), VALUE: repr(feedback.value)}
         if outcome is None:
             await self._back_for_scoring(waiting, fields, now_ms=now_ms, answered=True)
             return
@@ -203,8 +203,8 @@ class Desk:
     ) -> bool:
         outcome = _weighed(waiting, {}, preference, started_s)
         if not isinstance(outcome, Scored):
-            return await self._back_for_scoring(waiting, _rest(waiting), now_ms=now_ms, answered=False)
-        fields = {**_rest(waiting), "outcome": OUTCOME.dump_json(outcome).decode()}
+            return await self._back_for_scoring(waiting, rest_of(waiting), now_ms=now_ms, answered=False)
+        fields = {**rest_of(waiting), "outcome": OUTCOME.dump_json(outcome).decode()}
         return await self._room.join(waiting, fields, now_ms=now_ms, answered=False)
 
     async def _back_for_scoring(
@@ -239,11 +239,11 @@ def _weighed(
     return outcome_of(found, preference, started_s) if isinstance(found, Evaluated) else found
 
 
-def _rest(waiting: Waiting) -> dict[str, str]:
+def rest_of(waiting: Waiting) -> dict[str, str]:
     """What the entry carried before it was parked."""
     return {name: value for name, value in waiting.fields.items() if name != PARTIAL}
 
 
 def _unparked(waiting: Waiting) -> Waiting:
     """As a letter carries it: requeued, it is scored from the beginning."""
-    return replace(waiting, fields=_rest(waiting))
+    return replace(waiting, fields=rest_of(waiting))

@@ -6,7 +6,6 @@ the first is remembered (`deadline_s`).
 
 from __future__ import annotations
 
-import asyncio
 from http import HTTPStatus
 from typing import Annotated, Literal
 
@@ -19,6 +18,7 @@ from sao.problems import ProblemError, answers, body_of, bounded_body, malformed
 from sao.streams.base import TrajectoryStreams
 from sao.streams.room import Heard, Waiting
 from sao.telemetry.logs import get_logger
+from sao.threads import DaemonThreads
 from sao.tokenizer import Tokenizer
 from sao.trajectory import Trajectory
 from services.reward import metrics
@@ -101,6 +101,7 @@ class FeedbackRoutes:
         self._desk = desk
         self._streams = streams
         self._tokenizer = tokenizer
+        self._threads = DaemonThreads(1, name="feedback-text")
 
     def router(self) -> APIRouter:
         router = APIRouter()
@@ -149,7 +150,7 @@ class FeedbackRoutes:
             low=settings.low,
             high=settings.high,
             waiting=(await self._desk.use()).waiting,
-            trajectories=await asyncio.gather(*map(self._shown, found)),
+            trajectories=[await self._shown(one) for one in found],  # one payload at a time in memory
         )
         return Response(answer.model_dump_json(), media_type="application/json")
 
@@ -159,11 +160,14 @@ class FeedbackRoutes:
         text = ""
         if payload is not None:
             try:
-                text = self._tokenizer.decode(Trajectory.from_bytes(payload).token_ids)
+                text = await self._threads.run(lambda: self._text(payload))
             except DecodeError as error:
                 log.warning("damaged payload", trajectory=waiting.trajectory_id, error=str(error))
         until_s = since_s + self._desk.settings.deadline_s
         return WaitingTrajectory(trajectory=waiting.trajectory_id, since_s=since_s, until_s=until_s, text=text)
+
+    def _text(self, payload: bytes) -> str:
+        return self._tokenizer.decode(Trajectory.from_bytes(payload).token_ids)
 
     async def _body(self, request: Request) -> FeedbackBody:
         data = await bounded_body(request, MAX_BODY_BYTES, "feedback")

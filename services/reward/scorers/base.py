@@ -14,14 +14,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from sao.preference import PreferenceDocument
 from sao.tokenizer import Tokenizer
 from sao.trajectory import Trajectory
 from services.reward.pool import DeadlinePassedError
 
-__all__ = ["ComponentScorer", "DeadlinePassedError", "ScorerFailedError", "ScoringRequest", "checked"]
+__all__ = [
+    "ComponentScorer",
+    "DeadlinePassedError",
+    "ScorerFailedError",
+    "ScoringRequest",
+    "checked",
+    "mapping_of",
+    "number_of",
+]
 
 
 class ScorerFailedError(Exception):
@@ -63,19 +71,35 @@ def checked(found: Mapping[str, object], components: Mapping[str, str]) -> dict[
     if found.keys() != components.keys():
         msg = f"gave the components {sorted(map(str, found))}, the run file declares {sorted(components)}"
         raise ScorerFailedError(msg)
-    return {name: _number(name, value) for name, value in found.items()}
+    return {name: number_of(name, value) for name, value in found.items()}
 
 
-def _number(name: str, value: object) -> float:
+def mapping_of(found: object) -> dict[str, Any]:
+    """What a user's code gave, whose values nobody has looked at; ScorerFailedError when it is no mapping."""
+    if not isinstance(found, Mapping):
+        msg = f"gave {type(found).__name__}, expected a mapping from component to number"
+        raise ScorerFailedError(msg)
+    return dict(found)
+
+
+def number_of(name: str, value: object) -> float:
+    """The component of this name as a finite number; ScorerFailedError when it is none: a bool, a text, NaN."""
     if isinstance(value, bool):
         msg = f"{name} is {value}, expected a number"
         raise ScorerFailedError(msg)
     try:
         number = float(value)  # type: ignore[arg-type]  # what is none is refused below
-    except (TypeError, ValueError) as error:
-        msg = f"{name} is {value!r:.100}, expected a number"
+    except Exception as error:  # OverflowError of a long int, RuntimeError of a tensor with two elements, ...
+        msg = f"{name} is {_shown(value)}, expected a number"
         raise ScorerFailedError(msg) from error
     if isinstance(value, str) or not math.isfinite(number):
-        msg = f"{name} is {value!r:.100}, expected a finite number"
+        msg = f"{name} is {_shown(value)}, expected a finite number"
         raise ScorerFailedError(msg)
     return number
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.100}"
+    except Exception as error:  # noqa: BLE001 - Python writes no int of 4,301 digits; a user's object may refuse too
+        return f"{type(value).__name__} that cannot be written ({type(error).__name__})"

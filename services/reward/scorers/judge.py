@@ -19,7 +19,7 @@ from sao.config.schema import JudgeScorerSection
 from sao.preference import PreferenceDocument
 from services.reward.scorers.base import ScorerFailedError, ScoringRequest, checked
 from services.reward.scorers.http import as_text
-from services.reward.scorers.remote import RemoteCalls, RemoteSettings
+from services.reward.scorers.remote import RemoteCalls, RemoteSettings, parsed
 
 PATH = "/chat/completions"
 
@@ -131,7 +131,7 @@ def _scores_of(found: object) -> Mapping[str, object]:
         msg = f"the judge gave no whole answer: {ended}"
         raise ScorerFailedError(msg)
     try:
-        scores = json.loads(content)
+        scores = parsed(content)
     except (ValueError, RecursionError) as error:
         msg = f"the judge wrote {content[:100]!r}, expected a JSON object of scores"
         raise ScorerFailedError(msg) from error

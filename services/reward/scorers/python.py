@@ -14,7 +14,7 @@ from sao.config import ConfigError
 from sao.config.schema import PythonScorerSection
 from sao.tasks.base import Scorer
 from services.reward.pool import ThreadPool
-from services.reward.scorers.base import ScorerFailedError, ScoringRequest, checked
+from services.reward.scorers.base import ScoringRequest, checked, mapping_of
 
 ENTRY_POINTS = "sao.scorers"
 """Group in which a package offers its scorers by name."""
@@ -39,10 +39,7 @@ class PythonScorer:
     async def score(self, request: ScoringRequest) -> Mapping[str, float]:
         call = partial(self._call, request.trajectory, request.tokenizer)
         found = await self._pool.run(call, self.deadline_s)
-        if not isinstance(found, Mapping):
-            msg = f"gave {type(found).__name__}, expected a mapping from component to number"
-            raise ScorerFailedError(msg)
-        return checked(found, self.components)
+        return checked(mapping_of(found), self.components)
 
     async def close(self) -> None:
         """Threads end by themselves."""
@@ -57,7 +54,7 @@ def load_target(target: str, *, key: str) -> Scorer:
     if inspect.isclass(found):
         try:
             found = found()
-        except Exception as error:  # the user's own constructor
+        except (Exception, SystemExit) as error:  # the user's own constructor
             raise ConfigError(key, f"{target} cannot be made: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ConfigError(key, f"{target} is {type(found).__name__}, expected something to call")
@@ -76,7 +73,7 @@ def _attribute(target: str, key: str) -> object:
         return getattr(importlib.import_module(module_name), attribute)
     except AttributeError as error:
         raise ConfigError(key, f"module {module_name} has no {attribute!r}") from error
-    except Exception as error:  # the user's own module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # the user's own module may raise anything while it is imported
         advice = "start from the folder that holds it, or install it"
         reason = f"cannot import {module_name} ({type(error).__name__}: {error}); {advice}"
         raise ConfigError(key, reason) from error
@@ -92,6 +89,6 @@ def _entry_point(target: str, key: str) -> object:
         raise ConfigError(key, reason)
     try:
         found: object = offered[target].load()
-    except Exception as error:  # somebody's module
+    except (Exception, SystemExit) as error:  # somebody's module
         raise ConfigError(key, f"entry point {target} cannot be loaded: {type(error).__name__}: {error}") from error
     return found

@@ -72,7 +72,11 @@ class RemoteCalls:
         self._settings = settings
         self._jitter = jitter
         self._slots = asyncio.Semaphore(settings.concurrency)
-        self._headers = {"Accept": "application/json", **_authorization(settings, environment)}
+        self._headers = {
+            "Accept": "application/json",
+            "Accept-Encoding": "identity",
+            **_authorization(settings, environment),
+        }
         self._verify = httpx.create_ssl_context(trust_env=False)
         self._transport = transport
         # One connection each, the last used first: httpcore looks at all connections of a pool for every request.
@@ -134,19 +138,16 @@ class RemoteCalls:
         return longest * (0.5 + 0.5 * self._jitter())
 
     async def _once(self, client: httpx.AsyncClient, content: bytes, trajectory_id: str) -> Any:  # noqa: ANN401
-        url = self._settings.url
+        url = self._settings.url.partition("?")[0]  # in logs and letters: a query may hold a secret
         headers = {"Content-Type": "application/json"}
         if _HEADER_SAFE.fullmatch(trajectory_id):
             headers["X-Request-Id"] = trajectory_id
         try:
-            async with client.stream("POST", url, content=content, headers=headers) as response:
+            async with client.stream("POST", self._settings.url, content=content, headers=headers) as response:
                 body = await _bounded(response, url)
         except httpx.TransportError as error:
             msg = f"{url}: {type(error).__name__}: {error}"
             raise _MayPassError(msg, reason="connection") from error
-        except httpx.HTTPError as error:  # an answer that cannot be decoded
-            msg = f"{url}: {type(error).__name__}: {error}"
-            raise ScorerFailedError(msg) from error
         return _json_of(response, body, url)
 
 
@@ -162,7 +163,7 @@ def _authorization(settings: RemoteSettings, environment: Mapping[str, str]) -> 
 
 async def _bounded(response: httpx.Response, url: str) -> bytes:
     body = bytearray()
-    async for chunk in response.aiter_bytes():
+    async for chunk in response.aiter_raw():  # as it came: a small compressed answer may hold gigabytes
         body += chunk
         if len(body) > MAX_ANSWER_BYTES:
             msg = f"{url} answers with more than {MAX_ANSWER_BYTES} bytes"
@@ -182,11 +183,27 @@ def _json_of(response: httpx.Response, body: bytes, url: str) -> Any:  # noqa: A
     if not response.is_success:
         msg = f"{url} answers {response.status_code}: {said}"
         raise ScorerFailedError(msg)
+    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+        msg = f"{url} answers in Content-Encoding {encoding[:50]!r}, it was asked for identity"
+        raise ScorerFailedError(msg)
     try:
-        return json.loads(body)
+        return parsed(body)
     except (ValueError, RecursionError) as error:
-        msg = f"{url} answers what is no JSON: {said!r}"
+        msg = f"{url} answers what is no JSON ({error}): {said!r}"
         raise ScorerFailedError(msg) from error
+
+
+def parsed(text: str | bytes) -> Any:  # noqa: ANN401 - any JSON
+    """As json.loads, but ValueError where an object has a key twice: nobody knows which of the two was meant."""
+    return json.loads(text, object_pairs_hook=_unambiguous)
+
+
+def _unambiguous(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        msg = "an object has a key twice"
+        raise ValueError(msg)
+    return found
 
 
 def _retry_after_s(header: str | None, now_s: float) -> float:

@@ -181,3 +181,14 @@ def test_a_move_that_hovers_at_its_bound_is_one_alarm_until_it_has_clearly_come_
     assert pairs(changes(alarms, around(0.55, 1.1))) == {("style", "quality")}
     assert changes(alarms, around(0.45, 0.9)) == []
     assert pairs(changes(alarms, around(0.2, 0.9)), raised=False) == {("style", "quality")}
+
+
+@pytest.mark.parametrize("scale", [1e120, 1e155, 1e200, 1.7e308])
+def test_a_component_as_large_as_a_number_can_be_is_watched_like_any_other(scale: float) -> None:
+    def huge(share: float) -> Mapping[str, float]:
+        return {**steady(share), "style": 0.4 + 0.5 * share, "quality": 0.8 - 0.7 * share}
+
+    values = [
+        {**one, "style": scale * max(min(one["style"] / 2, 1.0), -1.0)} for one in history(huge, seed=0, count=2 * SPAN)
+    ]
+    assert pairs(changes(Alarms(SETTINGS), values)) == {("style", "quality")}

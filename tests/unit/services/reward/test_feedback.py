@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 from pydantic import ValidationError
 
+import sao.board
+import sao.streams
 from sao.board.memory import MemoryBoard
-from sao.config import ConfigError, load_run_config
+from sao.config import ConfigError, RunConfig, load_run_config
 from sao.config.schema import FeedbackSection
 from sao.ids import uuid7
 from sao.preference import PreferenceDocument
@@ -24,8 +27,10 @@ from sao.streams.base import DeadEvent, RequeueStatus, StreamName, StreamUnavail
 from sao.streams.memory import MemoryStreams
 from sao.streams.room import Feedback, Heard, Waiting
 from sao.tasks.calculator import Calculator
+from services.reward.app import main
 from services.reward.catalogue import Catalogue
 from services.reward.feedback.asking import asked
+from services.reward.feedback.leftovers import Leftovers
 from tests.support.reception import LIKED, PLAIN, Reception, post
 from tests.support.scored_tasks import SteeredTask, always, append
 from tests.support.waiting import eventually
@@ -165,6 +170,50 @@ async def test_score_without_scores_only_under_a_preference_that_does_not_read_i
     outcome = (await reception.scored())[scored]
     assert (outcome.components, outcome.scored_under) == ({"correct": 1.0, "style": 0.5}, 2)
     assert set(await reception.buried()) == {dropped}
+
+
+async def test_a_run_that_asks_no_more_leaves_nothing_waiting_for_ever(reception: Reception) -> None:
+    ids = await append(reception.streams, 300)
+    for _ in range(2):
+        await reception.consume()
+    await reception.streams.room.answer(ids[0], Feedback(value=0.25, at_ms=1), kept_max=1)
+    assert len(await reception.waiting()) == 300
+
+    await reception.board.put_preference(PLAIN)
+    await asyncio.gather(*(Leftovers(reception.streams.room).send_back() for _ in range(3)))
+
+    assert await reception.waiting() == []
+    await reception.streams.open_consumer(StreamName.TRAJECTORIES, "another")
+    back = await reception.streams.read(StreamName.TRAJECTORIES, "another", count=999, block_ms=0)
+    assert sorted(one.trajectory_id for one in back) == sorted(ids), "each once"
+    fields = {one.trajectory_id: dict(one.fields) for one in back}
+    assert fields[ids[0]] == {"task": "steered", "ordinal": "0", "feedback": "0.25"}
+    assert fields[ids[1]] == {"task": "steered", "ordinal": "1"}
+
+
+async def test_a_service_without_feedback_clears_the_room_that_an_earlier_one_has_filled(
+    run_config: RunConfig, tmp_path: Path
+) -> None:
+    streams, board = sao.streams.connect(run_config), sao.board.connect(run_config)
+    await board.put_preference(LIKED)
+    earlier = Reception(streams, board, SETTINGS, tmp_path)
+    await append(streams, 3)
+    await earlier.consume()
+    await board.put_preference(PreferenceDocument(name="plain", weights={"correct": 1.0}))
+    config = run_config.model_copy(update={"task": run_config.task.model_copy(update={"name": "calculator"})})
+    stop = asyncio.Event()
+    service = asyncio.ensure_future(main(config, stop))
+    try:
+        async with asyncio.timeout(20):
+            while True:
+                if (await streams.room.use()).waiting == 0:
+                    break
+                await asyncio.sleep(0.05)
+    finally:
+        stop.set()
+        await service
+        await streams.close()
+        await board.close()
 
 
 async def test_only_a_share_is_asked_for_and_the_rest_has_the_value_that_the_run_declares(
@@ -443,3 +492,22 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, flo
     with pytest.raises(ValidationError) as refused:
         FeedbackSection(**settings)  # type: ignore[arg-type]
     assert refused.value.errors()[0].get("ctx", {}).get("key", "") == key
+
+
+async def test_texts_are_written_beside_the_event_loop(reception: Reception, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def decode(self, token_ids: Any) -> str:
+            begun.set()
+            assert go_on.wait(5), "the event loop stood still meanwhile"
+            return "a text"
+
+    monkeypatch.setattr("tests.support.reception.TOKENIZER", Slow())
+    await append(reception.streams, 1)
+    await reception.consume()
+    async with reception.client() as client:
+        asking = asyncio.ensure_future(client.get("/v1/feedback"))
+        await eventually(begun.is_set, what="the text to be written")
+        go_on.set()
+        assert [one["text"] for one in (await asking).json()["trajectories"]] == ["a text"]

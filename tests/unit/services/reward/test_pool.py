@@ -95,3 +95,17 @@ async def test_a_cancelled_wait_gives_the_slot_back_when_the_call_returns() -> N
         await waiting
     release.set()
     assert await pool.run(lambda: True, 5.0)
+
+
+async def test_a_machine_that_gives_no_thread_takes_no_place_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        msg = "can't start new thread"
+        raise RuntimeError(msg)
+
+    pool = ThreadPool[int]("refused", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await pool.run(lambda: 1, 5.0)
+    async with asyncio.timeout(5):
+        assert await pool.run(lambda: 1, 5.0) == 1

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,7 +106,16 @@ async def test_an_unscorable_trajectory_is_invalid() -> None:
         ({"correct": 1.0, "style": 0.0, "more": 0.0}, "score", "'more'"),
         ({"correct": math.nan, "style": 0.0}, "correct", "correct is nan"),
         ({"correct": 1.0, "style": math.inf}, "style", "style is inf"),
-        ({"correct": "high", "style": 0.0}, "score", "not every component is a number"),
+        ({"correct": "high", "style": 0.0}, "correct", "correct is 'high', expected a number"),
+        ({"correct": "0.5", "style": 0.0}, "correct", "correct is '0.5', expected a finite number"),
+        ({"correct": True, "style": 0.0}, "correct", "correct is True, expected a number"),
+        ({"correct": None, "style": 0.0}, "correct", "correct is None, expected a number"),
+        ({"correct": 10**5000, "style": 0.0}, "correct", "correct is int that cannot be written"),
+        ({"correct": 10**400, "style": 0.0}, "correct", "expected a number"),
+        ({"correct": torch.zeros(2), "style": 0.0}, "correct", "expected a number"),
+        ({"correct": 1.0, 2: 0.0}, "score", "gave ['2', 'correct'], declares ['correct', 'style']"),
+        (None, "score", "gave NoneType, expected a mapping"),
+        (0.5, "score", "gave float, expected a mapping"),
     ],
 )
 async def test_components_that_are_not_what_the_task_declares_never_become_a_reward(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,19 @@ async def test_the_statuses_are_in_the_schema(service: Service) -> None:
     schema = paths["/v1/score"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert [shape["required"] for shape in schema["oneOf"]] == [["text"], ["trajectory"], ["trajectory_id"]]
     assert set(schema["oneOf"][0]["properties"]) == {"text", "prompt", "task_payload", "preference"}
+
+
+async def test_clients_that_never_send_their_body_give_their_places_back(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sao.problems.BODY_WITHIN_S", 0.05)
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with service.client() as client, asyncio.timeout(10):
+        slow = await asyncio.gather(*(client.post("/v1/score", content=endless()) for _ in range(AT_A_TIME)))
+    assert [answer.status_code for answer in slow] == [400] * AT_A_TIME
+    assert "did not arrive whole within 0.05 s" in slow[0].json()["detail"]
+    assert (await service.score(text=TEXT, prompt="moon")).status_code == 200

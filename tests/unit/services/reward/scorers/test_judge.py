@@ -130,3 +130,10 @@ async def test_whatever_a_judge_writes_is_scores_in_range_or_a_failure(content: 
 def test_a_range_that_is_none_is_refused() -> None:
     with pytest.raises(ValidationError, match="low"):
         judge_section("http://x", low=1.0, high=1.0)
+
+
+async def test_a_score_given_twice_is_a_failure_and_not_the_last_of_the_two() -> None:
+    answer = completion({})
+    answer["choices"][0]["message"]["content"] = '{"humour": 0.9, "taste": 0.5, "humour": 0.1}'
+    with pytest.raises(ScorerFailedError, match="the judge wrote"):
+        await judged(answer)

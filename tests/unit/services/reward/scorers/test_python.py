@@ -40,9 +40,10 @@ number = 7
 def _own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_scorers.py").write_text(MODULE)
     (tmp_path / "broken_scorers.py").write_text("1 / 0")
+    (tmp_path / "ending_scorers.py").write_text("raise SystemExit(0)")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("own_scorers", "broken_scorers"):
+    for name in ("own_scorers", "broken_scorers", "ending_scorers"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -57,6 +58,7 @@ def test_a_function_and_a_class_in_the_working_directory_are_found(target: str) 
         ("own_scorers:missing", "has no 'missing'"),
         ("nowhere:length", "cannot import nowhere"),
         ("broken_scorers:length", "ZeroDivisionError"),
+        ("ending_scorers:length", "SystemExit: 0"),
         ("own_scorers:number", "is int, expected something to call"),
         ("own_scorers:Broken", "RuntimeError: no licence"),
         ("own_scorers:later", "is a coroutine function"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from email.utils import formatdate
@@ -11,7 +12,7 @@ from email.utils import formatdate
 import pytest
 
 from bench.judge.server import Asked, Breakage, LoopbackServer, Reply
-from sao.config import ConfigError
+from sao.config import ConfigError, load_run_config
 from sao.tasks.base import UnscorableError
 from services.reward import metrics
 from services.reward.scorers.base import DeadlinePassedError, ScorerFailedError
@@ -153,7 +154,11 @@ async def test_nobody_there_is_a_failure_that_names_the_url() -> None:
     await calls.close()
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "bytes", "deep"])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"a": {"b": 1, "b": 0}}'],
+    ids=["empty", "cut", "bytes", "deep", "twice"],
+)
 async def test_what_is_no_json_is_a_failure(body: bytes) -> None:
     script = Script(Reply(body=body), GOOD)
     async with calling(script) as calls:
@@ -166,6 +171,38 @@ async def test_an_answer_without_end_is_cut() -> None:
     async with calling(Script(Reply(body=b" " * (MAX_ANSWER_BYTES + 1)))) as calls:
         with pytest.raises(ScorerFailedError, match="more than"):
             await post(calls)
+
+
+async def test_a_compressed_answer_is_not_unpacked() -> None:
+    bomb = Reply(body=gzip.compress(b" " * 2**20), headers={"Content-Encoding": "gzip"})
+    script = Script(bomb)
+    async with calling(script) as calls:
+        with pytest.raises(ScorerFailedError, match="Content-Encoding 'gzip'"):
+            await post(calls)
+    assert script.asked[0].headers["accept-encoding"] == "identity"
+
+
+@pytest.mark.parametrize("answer", [Reply(400, b"no"), Reply(503, b"no"), Reply(body=b"no"), Breakage.RESET], ids=str)
+async def test_no_error_shows_what_stands_in_the_query(answer: Reply | Breakage) -> None:
+    script = Script(answer)
+    async with LoopbackServer(script) as server:
+        calls = RemoteCalls(RemoteSettings("critic", f"{server.url}/score?key=s3cret", None, 5.0, 4, 0, 0.01))
+        with pytest.raises(ScorerFailedError, match="/score") as caught:
+            await post(calls)
+        await calls.close()
+    assert "s3cret" not in str(caught.value)
+    assert script.asked[0].path == "/score?key=s3cret"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://ada:s3cret@judge/v1", "http://ada@judge/", "http://judge:99999/", "http://[::1/", "http:///v1"]
+)
+def test_a_url_that_cannot_be_called_or_holds_a_secret_is_refused_with_its_key(url: str) -> None:
+    overrides = ["reward.scorers.tone.kind=http", f'reward.scorers.tone.url="{url}"']
+    overrides.append('reward.scorers.tone.components.tone="How friendly"')
+    with pytest.raises(ConfigError, match=r"reward\.scorers\.tone\.(http\.)?url") as caught:
+        load_run_config(None, overrides, env={})
+    assert "s3cret" not in str(caught.value)
 
 
 async def test_the_token_of_the_environment_is_sent() -> None:
