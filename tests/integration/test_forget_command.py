@@ -73,8 +73,8 @@ async def fill(config: RunConfig) -> dict[str, str]:
             ("waiting", "dead letter", "training", "read", "unread", "archive", "spool", "dead folder")
         )
     }
-    messages["kept"] = written(8, mark=OTHER)
-    for place in ("waiting", "dead letter", "training", "read", "unread", "kept"):
+    messages |= {"kept": written(8, mark=OTHER), "kept letter": written(9, mark=OTHER)}
+    for place in ("waiting", "dead letter", "kept letter", "training", "read", "unread", "kept"):
         one = messages[place]
         accepted = await streams.append(
             one.id,
@@ -86,10 +86,11 @@ async def fill(config: RunConfig) -> dict[str, str]:
         )
         assert accepted is AppendStatus.ACCEPTED
     await streams.open_consumer(StreamName.TRAJECTORIES, "r")
-    first, second, third, _ = await streams.read(StreamName.TRAJECTORIES, "r", count=4, block_ms=0)
+    first, second, neighbour, third, _ = await streams.read(StreamName.TRAJECTORIES, "r", count=5, block_ms=0)
     assert await streams.room.park(first, "r", {"note": MARK}, now_ms=1)
     await streams.room.answer(first.trajectory_id, Feedback(value=1.0, at_ms=2, author=MARK), kept_max=9)
     assert await streams.bury(second, "r", f"invalid: {MARK}")
+    assert await streams.bury(neighbour, "r", f"invalid: {OTHER}")
     assert await streams.move(third, "r", StreamName.SCORED, {**third.fields, "outcome": SCORED})
     await streams.close()
 
@@ -151,7 +152,7 @@ def traces(config: RunConfig) -> list[str]:
 
 def test_after_forgetting_no_file_and_no_key_holds_the_text(config: RunConfig) -> None:
     ids = asyncio.run(fill(config))
-    kept = ids.pop("kept")
+    kept, _ = ids.pop("kept"), ids.pop("kept letter")
     before = traces(config)
     for place in ("archive/", "spool/", "dead/", "logs/", "valkey/appendonlydir", "payload", ":dead", "waiting"):
         assert any(place in one for one in before), (place, before)
