@@ -210,7 +210,8 @@ class TrajectoryReader:
         outcome = OUTCOME.validate_json(archived.outcome_json)
         if isinstance(outcome, Scored):
             summary = summary.model_copy(update={"components": dict(outcome.components)})
-        view = self._filled(archived.trajectory, summary, archived, window)
+        note = "its text was erased (`sao forget`)" if archived.forgotten else ""
+        view = self._filled(archived.trajectory, summary, archived, window, note=note)
         largest = max((abs(value) for value in archived.advantages if math.isfinite(value)), default=None)
         update = {
             "trainer_epoch": step.trainer_epoch,

@@ -10,6 +10,8 @@ import typer
 
 from sao.cli.check import check
 from sao.cli.dead import dead
+from sao.cli.doctor import doctor
+from sao.cli.forget import forget
 from sao.cli.prefer import prefer
 from sao.cli.replay import replay
 from sao.cli.score import score
@@ -32,6 +34,8 @@ app = typer.Typer(
     the reward fall and recover.""",
 )
 app.command("check")(check)
+app.command("doctor")(doctor)
+app.command("forget")(forget)
 app.command("prefer")(prefer)
 app.command("replay")(replay)
 app.command("score")(score)

@@ -146,6 +146,31 @@ class StreamDepth:
     """Age of the oldest entry; 0 when empty."""
 
 
+FORGOTTEN = "forgotten"
+"""Field of the entry that stands on SCORED for an erased trajectory, so that the trainer counts it as dropped; it also
+has what is known of `task`, `ordinal` and `sample`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """What was there of one trajectory and is not any more."""
+
+    payload: int = 0
+    routed_experts: int = 0
+    entries: int = 0
+    """On the streams, delivered or not."""
+    waiting: int = 0
+    """In the waiting room."""
+    answers: int = 0
+    """Feedback on it."""
+    dead_letters: int = 0
+
+    @property
+    def anything(self) -> bool:
+        """Whether anything was there."""
+        return any((self.payload, self.routed_experts, self.entries, self.waiting, self.answers, self.dead_letters))
+
+
 class TrajectoryStreams(Protocol):
     """All streams of one run."""
 
@@ -240,6 +265,13 @@ class TrajectoryStreams(Protocol):
         """Delete letter, payload and routed experts; False when it was no dead letter any more."""
 
     async def dead_totals(self) -> DeadTotals: ...
+
+    async def erase(self, trajectory_id: str, mark: Mapping[str, str]) -> Erased:
+        """Remove every text of this trajectory, whoever holds it, and have its id recognised as appended.
+
+        Where it was still to be trained, an entry with field FORGOTTEN and those of `mark` takes its place on SCORED.
+        Its dead letters are dropped, and counted so. A repeat finds nothing; ValueError for an id that is no UUIDv7.
+        """
 
     async def close(self) -> None: ...
 

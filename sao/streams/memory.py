@@ -14,6 +14,7 @@ from sao.board.memory import MemoryBoard
 from sao.ids import uuid7_unix_ms
 from sao.slots import Slots
 from sao.streams.base import (
+    FORGOTTEN,
     LETTER_BYTES,
     AppendStatus,
     DeadEvent,
@@ -21,6 +22,7 @@ from sao.streams.base import (
     DeadTotals,
     Delivery,
     Entry,
+    Erased,
     RequeueStatus,
     StreamDepth,
     StreamFullError,
@@ -331,6 +333,26 @@ class MemoryStreams:
     async def dead_totals(self) -> DeadTotals:
         counts = {event: dict(kinds) for event, kinds in self._dead_counts.items()}
         return DeadTotals(sum(letter.size for letter in self._dead.values()), counts)
+
+    async def erase(self, trajectory_id: str, mark: Mapping[str, str]) -> Erased:
+        hour = uuid7_unix_ms(trajectory_id) // HOUR_MS
+        letters = [letter for letter in self._dead.values() if letter.trajectory_id == trajectory_id]
+        for letter in letters:
+            self._drop(letter, DeadEvent.DROPPED)
+        entries = 0
+        for state in self._streams.values():
+            for key, item in list(state.items.items()):
+                if item.trajectory_id == trajectory_id and FORGOTTEN not in item.fields:
+                    del state.items[key]
+                    entries += 1
+        waiting, answers = self._room.erase(trajectory_id)
+        payload = self._payloads.pop(trajectory_id, None) is not None
+        routed = self._routed_experts.pop(trajectory_id, None) is not None
+        self._seen.setdefault(hour, set()).add(trajectory_id)
+        self._unconsumed.discard(trajectory_id)
+        if entries + waiting:
+            await self._add(StreamName.SCORED, trajectory_id, {FORGOTTEN: "1", **mark})
+        return Erased(int(payload), int(routed), entries, waiting, answers, len(letters))
 
     async def close(self) -> None:
         """Nothing to release."""

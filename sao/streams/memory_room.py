@@ -125,6 +125,13 @@ class MemoryRoom:
                     self._answers.pop(trajectory_id, None)
         return len(unused)
 
+    def erase(self, trajectory_id: str) -> tuple[int, int]:
+        """Nothing of it is left here; how many parkings and answers there were."""
+        waiting = self._waiting.pop(trajectory_id, None) is not None
+        answered = self._answers.pop(trajectory_id, None) is not None
+        self._joined.pop(trajectory_id, None)
+        return int(waiting), int(answered)
+
     async def use(self) -> RoomUse:
         oldest = min((one.since_ms for one in self._waiting.values()), default=None)
         return RoomUse(len(self._waiting), oldest, len(self._kept()))

@@ -24,6 +24,7 @@ from sao.ids import uuid7_unix_ms
 from sao.redis_client import Arg, RunKeys, Scripts, connect_redis, redis_errors
 from sao.slots import Slots
 from sao.streams.base import (
+    FORGOTTEN,
     LETTER_BYTES,
     AppendStatus,
     DeadEvent,
@@ -31,6 +32,7 @@ from sao.streams.base import (
     DeadTotals,
     Delivery,
     Entry,
+    Erased,
     FencedError,
     RequeueStatus,
     StreamDepth,
@@ -305,6 +307,32 @@ class RedisStreams:
             event, _, kind = name.partition(":")
             counts.setdefault(DeadEvent(event), {})[kind] = int(count)
         return DeadTotals(size, counts)
+
+    async def erase(self, trajectory_id: str, mark: Mapping[str, str]) -> Erased:
+        names = self._keys
+        keys = [names.stream(StreamName.TRAJECTORIES), names.stream(StreamName.SCORED)]
+        keys += [names.payload(trajectory_id), names.routed_experts(trajectory_id)]
+        keys += [names.seen(uuid7_unix_ms(trajectory_id) // HOUR_MS), names.unconsumed]
+        keys += [names.waiting, names.waiting_since, names.answers, names.answers_kept]
+        keys += [names.answers_ready, names.answers_joined]
+        # First the dead letters: while their payload is there, nobody can be told that one is gone half.
+        letters = await self._drop_letters_of(trajectory_id)
+        with redis_errors(f"erase trajectory {trajectory_id}"):
+            args: list[Arg] = [GROUP, trajectory_id, self._seen_ttl_ms, *flat({FORGOTTEN: "1", **mark})]
+            payload, routed, entries, waiting, answers = await self._fenced.run("erase", keys, args)
+        # One that was buried in between; once the payload is gone, none can be requeued.
+        letters += await self._drop_letters_of(trajectory_id)
+        with redis_errors("write the dead letters anew"):
+            await self._fenced.run("rebuild", [names.dead], [])
+        return Erased(payload, routed, entries, waiting, answers, letters)
+
+    async def _drop_letters_of(self, trajectory_id: str) -> int:
+        dropped, before = 0, None
+        while letters := await self.dead_letters(count=_ASKED_AT_ONCE, before=before):
+            for letter in letters:
+                dropped += letter.trajectory_id == trajectory_id and await self.drop_dead(letter)
+            before = letters[-1].entry_id
+        return dropped
 
     async def close(self) -> None:
         for client in (self._client, self._once):

@@ -132,6 +132,7 @@ class TrainedTrajectory(google.protobuf.message.Message):
     COPIES_FIELD_NUMBER: builtins.int
     ROUTED_EXPERTS_FIELD_NUMBER: builtins.int
     TRAINED_UNDER_FIELD_NUMBER: builtins.int
+    FORGOTTEN_FIELD_NUMBER: builtins.int
     outcome_json: builtins.str
     reward: builtins.float
     lag: builtins.int
@@ -143,6 +144,8 @@ class TrainedTrajectory(google.protobuf.message.Message):
     """
     trained_under: builtins.int
     """The preference version that `reward` is under."""
+    forgotten: builtins.bool
+    """Its text was erased (`sao forget`): prompt, token ids, task payload and routed experts are gone, numbers are not."""
     @property
     def trajectory(self) -> sao.v1.trajectory_pb2.Trajectory: ...
     @property
@@ -176,8 +179,9 @@ class TrainedTrajectory(google.protobuf.message.Message):
         copies: builtins.int = ...,
         routed_experts: builtins.bytes = ...,
         trained_under: builtins.int = ...,
+        forgotten: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["trajectory", b"trajectory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "copies", b"copies", "lag", b"lag", "outcome_json", b"outcome_json", "ratios", b"ratios", "reward", b"reward", "routed_experts", b"routed_experts", "trained_under", b"trained_under", "trajectory", b"trajectory", "values", b"values", "version_lags", b"version_lags", "weights", b"weights"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["advantages", b"advantages", "copies", b"copies", "forgotten", b"forgotten", "lag", b"lag", "outcome_json", b"outcome_json", "ratios", b"ratios", "reward", b"reward", "routed_experts", b"routed_experts", "trained_under", b"trained_under", "trajectory", b"trajectory", "values", b"values", "version_lags", b"version_lags", "weights", b"weights"]) -> None: ...
 
 global___TrainedTrajectory = TrainedTrajectory

@@ -120,6 +120,9 @@ class Spool:
             file = self._folder.file(trajectory_id)
             await self._try("set aside", trajectory_id, partial(self._set_aside, file, trajectory_id, str(error)))
             self._forget(trajectory_id)
+        except FileNotFoundError:
+            log.info("gone from the spool: somebody has erased it", trajectory=trajectory_id)
+            self._forget(trajectory_id)
         except OSError as error:
             self._complain("read", error, trajectory_id)
         return None

@@ -92,6 +92,7 @@ async def _train(
     restored = checkpoints.newest()
     store = FileSystemVersionStore(config.versions_dir, config.checkpoint.free_space_mb << 20)
     archive = Archive(config.run.dir / "archive")
+    archive.finish_forgetting()
     progress = restored.progress if restored is not None else fresh_progress(config.run.name)
     again = undone(archive, progress, config.samples)
     claim = await claim_store(

@@ -3,8 +3,8 @@
 `arrive` gives the next whole trajectory, `judge` decides about it; `take` does both at once. What has to wait for
 others (a group) is held in between, and judged when it trains: its lag counts then.
 
-    delivery ─ trained before? ─ payload whole? ─ outcome scored? ─ lag ─ preference ─▶ Taken
-                   settle             bury             bury         drop  rescore/drop
+    delivery ─ trained before? ─ forgotten? ─ payload whole? ─ outcome scored? ─ lag ─ preference ─▶ Taken
+                   settle           drop           bury             bury         drop  rescore/drop
 
 What is taken, held or dropped is marked consumed at once (admission); with `defer_consumed` what is taken at
 `release`, and what is held not before it is taken. A dropped one has no effect to make durable and is settled at once;
@@ -31,10 +31,11 @@ from sao.outcome import OUTCOME, Scored
 from sao.preference import MissingComponentError, Preference
 from sao.routing import RoutingShape
 from sao.slots import Slots
-from sao.streams.base import Delivery, StreamName, TrajectoryStreams
+from sao.streams.base import FORGOTTEN, Delivery, StreamName, TrajectoryStreams
 from sao.streams.dispatch import slot_of
 from sao.telemetry.logs import get_logger
 from sao.trajectory import Trajectory
+from sao.v1 import trajectory_pb2 as pb
 from services.trainer import metrics
 from services.trainer.core.staleness import judge_staleness
 from services.trainer.core.update import TrajectoryTensors
@@ -56,6 +57,8 @@ class Archived:
     trajectory: Trajectory
     outcome: Scored
     routed_experts: bytes = b""
+    forgotten: bool = False
+    """Its text was erased since: it cannot be trained again, and is dropped."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +244,8 @@ class Consumer:
     async def arrive(self, *, block_ms: int) -> Arrived | Refused | None:
         """The next trajectory, undecided, or why it was refused, or None when none came within `block_ms`."""
         if again := next(iter(self._archived.values()), None):
+            if again.forgotten:
+                return await self._drop(again.trajectory, None, FORGOTTEN)
             return Arrived(again.trajectory, again.outcome, None, 0, again.routed_experts)
         deliveries = await self._streams.read(StreamName.SCORED, CONSUMER, count=1, block_ms=block_ms)
         if not deliveries:
@@ -281,17 +286,39 @@ class Consumer:
         if (reason := self._drops.begun(delivery.trajectory_id, delivery.entry_id)) is not None:
             log.info("finishing a drop that was interrupted", trajectory=delivery.trajectory_id, reason=reason)
             return await self._let_go(delivery.trajectory_id, delivery, reason)
+        if FORGOTTEN in delivery.fields:
+            return await self._forget(delivery)
+        return await self._looked_at(delivery)
+
+    async def _looked_at(self, delivery: Delivery) -> Arrived | Refused:
         try:
             arrived = await self._parse(delivery)
         except _DamagedError as damage:
             return await self._bury(delivery, damage.reason, str(damage))
         if self.slot(arrived.trajectory) in self.done:
             # Only a store that came back with an older file holds such a one.
-            await self._streams.mark_consumed([delivery.trajectory_id])
-            await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
-            log.warning("settled: its prompt was trained on or dropped before", trajectory=delivery.trajectory_id)
-            return Refused(delivery.trajectory_id, "already_done")
+            return await self._settle_done(delivery)
         return arrived
+
+    async def _settle_done(self, delivery: Delivery) -> Refused:
+        await self._streams.mark_consumed([delivery.trajectory_id])
+        await self._streams.settle([delivery], CONSUMER, epoch=self._epoch)
+        log.warning("settled: its prompt was trained on or dropped before", trajectory=delivery.trajectory_id)
+        return Refused(delivery.trajectory_id, "already_done")
+
+    async def _forget(self, delivery: Delivery) -> Refused:
+        """Drop what was erased before it could train, all that is known of it being on its entry."""
+        fields = delivery.fields
+        message = pb.Trajectory(id=delivery.trajectory_id, task=fields.get("task", ""))
+        message.ordinal, message.sample = int(fields.get("ordinal", -1)), int(fields.get("sample", 0))
+        if message.ordinal < 0:
+            # Its payload was damaged: which rollout it was nobody knows, so none is noted as done.
+            if self._drops.add(delivery.trajectory_id, delivery.entry_id, FORGOTTEN):
+                metrics.count_dropped(Trajectory(message), FORGOTTEN)
+            return await self._let_go(delivery.trajectory_id, delivery, FORGOTTEN)
+        if self.slot(Trajectory(message)) in self.done:
+            return await self._settle_done(delivery)
+        return await self._drop(Trajectory(message), delivery, FORGOTTEN)
 
     def trained(self, taken: Iterable[Taken]) -> None:
         """Note that these have had their effect."""

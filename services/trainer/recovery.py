@@ -61,7 +61,7 @@ async def lost_work(
                 continue
             outcome = OUTCOME.validate_json(trained.outcome_json)
             if isinstance(outcome, Scored):
-                found[trajectory.id] = Archived(trajectory, outcome, trained.routed_experts)
+                found[trajectory.id] = Archived(trajectory, outcome, trained.routed_experts, trained.forgotten)
     # An abandoned branch trains only what its beginning lacked, so what it shares with this one comes after that.
     first = min((step.update for step in lacking), default=0)
     for step in held:

@@ -140,3 +140,18 @@ async def test_a_full_store_takes_no_requeued_work_and_keeps_the_letter() -> Non
         await stores.streams.requeue_dead(letter)
     assert await stores.streams.dead_letters(count=1) == [letter]
     assert await stores.streams.drop_dead(letter), "dropping makes room"
+
+
+async def test_an_erased_letter_is_dropped_and_the_others_keep_their_place(stores: Stores) -> None:
+    streams = stores.streams
+    first, second, third = [await bury(stores, number, "invalid: x") for number in range(3)]
+    erased = await streams.erase(second.trajectory_id, {})
+    assert (erased.dead_letters, erased.entries, erased.anything) == (1, 0, True)
+    assert [one.entry_id for one in await streams.dead_letters(count=9)] == [third.entry_id, first.entry_id]
+    totals = await streams.dead_totals()
+    assert (totals.counts[DeadEvent.DROPPED], totals.size) == ({"invalid": 1}, first.size + third.size)
+    assert await streams.requeue_dead(second) is RequeueStatus.GONE
+    assert await streams.requeue_dead(first) is RequeueStatus.REQUEUED
+    later = await bury(stores, 3, "invalid: x")
+    assert [one.entry_id for one in await streams.dead_letters(count=9)] == [later.entry_id, third.entry_id]
+    assert not (await streams.erase(second.trajectory_id, {})).anything

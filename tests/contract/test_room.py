@@ -251,3 +251,19 @@ async def test_burials_from_the_room_keep_the_dead_letters_within_their_bound(st
         assert await stores.streams.room.bury(waiting, "timeout: late", now_ms=NOW)
         assert (await stores.streams.dead_totals()).counts[DeadEvent.FORGOTTEN] == {"timeout": 1}
         assert await stores.streams.payload(waiting.trajectory_id) is None
+
+
+async def test_an_erased_trajectory_waits_no_more_and_what_was_said_of_it_is_gone(stores: Stores) -> None:
+    streams = stores.streams
+    waiting, early = await park(stores, 0), await stores.append(1)
+    assert await answer(stores, waiting.trajectory_id, 1.0) is Heard.WAITING
+    assert await answer(stores, early, 1.0) is Heard.KEPT
+    for one in (waiting.trajectory_id, early):
+        erased = await streams.erase(one, {})
+        assert (erased.answers, erased.payload, erased.waiting + erased.entries) == (1, 1, 1)
+    assert await streams.room.use() == RoomUse(waiting=0, oldest_ms=None, kept=0)
+    assert await streams.room.answered(count=9) == []
+    assert await answer(stores, early, 1.0) is Heard.CONSUMED
+    assert not await streams.room.join(waiting, {}, now_ms=NOW)
+    assert not await streams.room.bury(waiting, "timeout: x", now_ms=NOW)
+    assert [one.trajectory_id for one in await scored(stores)] == [waiting.trajectory_id, early]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sao.ids import uuid7
 from sao.slots import Slots
 from sao.streams.base import (
+    FORGOTTEN,
     AppendStatus,
     DeadLetter,
     Delivery,
@@ -419,3 +420,36 @@ async def test_restored_slots_are_done_as_if_they_had_been_appended(
         granted = [one.ordinal for one in leases]
         assert not expected & set(granted)
         assert set(range(max([*granted, 0]))) <= expected | set(granted)
+
+
+async def test_an_erased_trajectory_leaves_a_mark_and_turns_its_holder_away(stores: Stores) -> None:
+    streams = stores.streams
+    erased, other = await stores.append(0), await stores.append(1)
+    await streams.open_consumer(StreamName.TRAJECTORIES, "r")
+    held, _ = await streams.read(StreamName.TRAJECTORIES, "r", count=2, block_ms=0)
+    assert held.trajectory_id == erased
+
+    found = await streams.erase(erased, {"ordinal": "0"})
+    assert (found.payload, found.entries, found.waiting, found.dead_letters) == (1, 1, 0, 0)
+    assert not await streams.move(held, "r", StreamName.SCORED, {})
+    assert not await streams.bury(held, "r", "invalid: too late")
+    assert await streams.payload(erased) is None
+    assert await streams.payload(other) == b"payload"
+    assert await streams.unconsumed() == 1
+    (mark,) = await streams.newest(StreamName.SCORED, count=9)
+    assert (mark.trajectory_id, dict(mark.fields)) == (erased, {FORGOTTEN: "1", "ordinal": "0"})
+
+    assert not (await streams.erase(erased, {"ordinal": "0"})).anything, "the mark is no text, and stays"
+    assert len(await streams.newest(StreamName.SCORED, count=9)) == 1
+    assert await streams.recognised([erased]) == {erased}
+    again = await streams.append(erased, b"again", ordinal=0, sample=0, fields={})
+    assert again is AppendStatus.DUPLICATE
+
+
+async def test_what_was_never_seen_is_not_taken_after_it_was_erased(stores: Stores) -> None:
+    streams, never = stores.streams, uuid7()
+    assert not (await streams.erase(never, {})).anything
+    assert await streams.newest(StreamName.SCORED, count=9) == []
+    status = await streams.append(never, b"late", ordinal=4, sample=0, fields={})
+    assert status is AppendStatus.DUPLICATE
+    assert await streams.payload(never) is None

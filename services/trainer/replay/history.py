@@ -54,6 +54,7 @@ class ArchivedRun:
         self._checkpoints = CheckpointStore(folder / "checkpoints", name, keep_last=1, keep_every=0, min_free_bytes=0)
         newest = self._checkpoints.newest()
         self.steps = effective_steps(self.archive, newest.progress if newest is not None else None)
+        self._forgotten = self.archive.forgotten_steps()
 
     def config(self, epoch: int) -> RunConfig:
         """The run file that this trainer epoch worked under; the run's present one where none was kept."""
@@ -88,7 +89,7 @@ class ArchivedRun:
         able: set[int] = set()
         end = len(self.steps)
         for start, begin in self._starts():
-            able |= {begin + i for i in range(len(_unbroken(start, self.steps[begin:end])))}
+            able |= {begin + i for i in range(len(self._unbroken(start, self.steps[begin:end])))}
             end = begin
         lacking = {step.name.update for i, step in enumerate(self.steps) if i not in able}
         return sorted({step.name.update for step in self.steps} - lacking)
@@ -108,11 +109,26 @@ class ArchivedRun:
                 yield checkpoint, begin
         yield None, 0
 
+    def _unbroken(self, start: Checkpoint | None, steps: Sequence[ArchivedStep]) -> Sequence[ArchivedStep]:
+        """The longest beginning of these steps that leaves no step out and has all its text."""
+        update, critic_only = _position(start)
+        for i, step in enumerate(steps):
+            warm_up_goes_on = update == 0 and step.position == (0, critic_only + 1)
+            out = not warm_up_goes_on and step.position != (update + 1, 0)
+            if out or step.name in self._forgotten:
+                return steps[:i]
+            update, critic_only = step.position
+        return steps
+
     def _require_unbroken(self, stretch: Stretch) -> None:
-        unbroken = _unbroken(stretch.start, stretch.steps)
+        unbroken = self._unbroken(stretch.start, stretch.steps)
         if len(unbroken) < len(stretch.steps):
-            hole = stretch.steps[len(unbroken)].name.update
-            reason = f"the archive lacks a step before update {hole}, on the way from {stretch.origin}"
+            hole = stretch.steps[len(unbroken)].name
+            reason = f"the archive lacks a step before update {hole.update}, on the way from {stretch.origin}"
+            if hole in self._forgotten:
+                reason = (
+                    f"update {hole.update}, on the way from {stretch.origin}, is forgotten: text was erased from it"
+                )
             raise CannotReplayError(self._refusal(stretch.steps[-1].name.update, reason))
 
     def _refusal(self, update: int, reason: str) -> str:
@@ -131,14 +147,3 @@ def _position(start: Checkpoint | None) -> tuple[int, int]:
         return 0, 0
     progress = start.progress
     return progress.update, progress.critic_only if progress.update == 0 else 0
-
-
-def _unbroken(start: Checkpoint | None, steps: Sequence[ArchivedStep]) -> Sequence[ArchivedStep]:
-    """The longest beginning of these steps that leaves no step out."""
-    update, critic_only = _position(start)
-    for i, step in enumerate(steps):
-        warm_up_goes_on = update == 0 and step.position == (0, critic_only + 1)
-        if not warm_up_goes_on and step.position != (update + 1, 0):
-            return steps[:i]
-        update, critic_only = step.position
-    return steps

@@ -98,6 +98,9 @@ class _Trainer:
     def update(self, logged: pb.ArchivedUpdate) -> tuple[list[Taken], UpdateStats]:
         """The archived update once more, from its trajectories, raw reward components and lags."""
         preference = _preference(logged)
+        if gone := [one.trajectory.id for one in logged.trajectories if one.forgotten]:
+            msg = f"update {logged.update} is forgotten: the text of {', '.join(gone)} was erased (`sao forget`)"
+            raise CannotReplayError(msg)
         judged = [self._judged(trained, preference) for trained in logged.trajectories]
         taken = batcher.again(judged, self.config, self.baseline)
         self.ranks.begin(policy_lr=logged.policy_lr, critic_lr=logged.critic_lr, critic_only=logged.critic_only)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import random
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from sao.archive import Archive, ArchiveError, NotArchivedError
 from sao.v1 import archive_pb2 as pb
+from tests.support.trajectories import good
 
 
 def step(update: int, epoch: int = 1, *, reward: float = 0.5) -> pb.ArchivedUpdate:
@@ -116,3 +119,62 @@ def test_after_any_history_each_update_reads_its_last_step(
     assert archive.updates() == sorted(expected)
     found = {update: archive.read(update) for update in archive.updates()}
     assert {update: (kept.trainer_epoch, kept.trajectories[0].reward) for update, kept in found.items()} == expected
+
+
+def with_text(update: int, *ids: str, epoch: int = 1) -> pb.ArchivedUpdate:
+    made = pb.ArchivedUpdate(run="r", update=update, trainer_epoch=epoch, metrics={"loss": 0.125})
+    for one in ids:
+        trained = made.trajectories.add(reward=0.5, values=[0.25], lag=2, routed_experts=b"text-routes")
+        message = trained.trajectory
+        message.MergeFrom(good(random.Random(1)))
+        message.id, message.task_payload_json, message.prompt_id = one, f'{{"said": "text-{one}"}}', f"text-{one}"
+    return made
+
+
+def test_forgetting_erases_text_from_every_step_and_keeps_numbers_and_the_others(tmp_path: Path) -> None:
+    archive = Archive(tmp_path)
+    for number, epoch in ((1, 1), (2, 1), (2, 2)):
+        archive.append(with_text(number, "one", "other", epoch=epoch))
+    archive.append(with_text(3, "other"))
+    untouched = (tmp_path / "update-00000003-epoch-0001.pb").stat().st_mtime_ns
+    assert archive.forget("one") == 3
+    assert archive.forget("one") == 0
+    assert (tmp_path / "update-00000003-epoch-0001.pb").stat().st_mtime_ns == untouched
+    before = with_text(2, "one", "other", epoch=2)
+    gone, other = archive.read(2).trajectories
+    assert other == before.trajectories[1]
+    assert (gone.forgotten, gone.reward, list(gone.values), gone.lag) == (True, 0.5, [0.25], 2)
+    assert b"text-one" not in b"".join(path.read_bytes() for path in tmp_path.glob("*.pb"))
+    left, was = gone.trajectory, before.trajectories[0].trajectory
+    assert (left.id, left.ordinal, left.turns, gone.routed_experts) == ("one", was.ordinal, was.turns, b"")
+    assert not left.prompt_token_ids
+    assert not any(segment.token_ids for segment in left.segments)
+    assert [list(segment.logprobs) for segment in left.segments] == [list(segment.logprobs) for segment in was.segments]
+    assert [(step.update, step.epoch) for step in sorted(archive.forgotten_steps())] == [(1, 1), (2, 1), (2, 2)]
+
+
+def test_a_step_written_after_its_trajectory_was_forgotten_has_no_text(tmp_path: Path) -> None:
+    Archive(tmp_path).forget("one")
+    assert b"text-one" not in Archive(tmp_path).append(with_text(1, "one")).read_bytes()
+    # Killed between the writing and the look at what is forgotten: the next start does it.
+    path = tmp_path / "update-00000002-epoch-0003.pb"
+    path.write_bytes(with_text(2, "one", epoch=3).SerializeToString())
+    Archive(tmp_path).finish_forgetting()
+    assert b"text-one" not in path.read_bytes()
+
+
+def test_what_a_killed_trainer_left_half_written_goes_and_what_one_writes_now_is_waited_for(tmp_path: Path) -> None:
+    torn = tmp_path / ".update-00000002-epoch-0001.pb.tmp"
+    torn.write_bytes(with_text(2, "one").SerializeToString())
+    with pytest.raises(ArchiveError, match="try again in a minute"):
+        Archive(tmp_path).forget("one")
+    os.utime(torn, (1, 1))
+    assert Archive(tmp_path).forget("one") == 1
+    assert not torn.exists()
+
+
+def test_a_damaged_file_that_may_hold_the_text_is_named(tmp_path: Path) -> None:
+    path = Archive(tmp_path).append(with_text(2, "one"))
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(ArchiveError, match="may hold text that is to be erased"):
+        Archive(tmp_path).forget("one")

@@ -192,3 +192,12 @@ async def test_the_dead_folder_gets_the_trajectory_and_the_reason(tmp_path: Path
     assert spool.ids() == TrajectoryFolder(tmp_path / "spool").ids() == []
     assert TrajectoryFolder(tmp_path / "dead").get(FIRST) == REQUESTS[0]
     assert (tmp_path / "dead" / f"{FIRST}.txt").read_text() == "INVALID_ARGUMENT: no\n"
+
+
+async def test_a_file_that_somebody_erased_is_let_go_without_a_complaint(tmp_path: Path) -> None:
+    spool, before = await open_spool(tmp_path), errors("read", "ENOENT")
+    await spool.put(REQUESTS[0])
+    TrajectoryFolder(tmp_path / "spool").remove(FIRST)
+    assert await spool.get(FIRST) is None
+    assert spool.ids() == []
+    assert errors("read", "ENOENT") == before

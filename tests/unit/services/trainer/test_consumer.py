@@ -15,7 +15,8 @@ from sao.preference import PreferenceDocument
 from sao.routing import RoutingShape
 from sao.streams.base import Delivery, RequeueStatus, StreamName, StreamUnavailableError, TrajectoryStreams
 from sao.streams.memory import MemoryStreams
-from services.trainer.consumer import CONSUMER, Consumer, Position, Refused, Taken
+from sao.trajectory import Trajectory
+from services.trainer.consumer import CONSUMER, Archived, Consumer, Position, Refused, Taken
 from services.trainer.drops import Drops
 from tests.support.training import PREFERENCE, PowerFailureError, World, random_trajectory
 from tests.support.trajectories import MUTATIONS, ROUTING, bad, routed_experts
@@ -489,3 +490,57 @@ async def test_only_a_trajectory_that_is_taken_pins_the_preference(new_world: Ne
 def pinned(consumer: Consumer) -> int | None:
     """The version of the update's preference."""
     return consumer.preference.version if consumer.preference is not None else None
+
+
+async def test_what_was_forgotten_before_it_could_train_is_dropped_once_by_that_name(new_world: NewWorld) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    message = random_trajectory(world.rng, "unit")
+    await world.deliver(message)
+    await world.streams.erase(message.id, {"task": message.task, "ordinal": str(message.ordinal), "sample": "0"})
+    assert await take(consumer) == Refused(message.id, "forgotten")
+    assert consumer.slot(Trajectory(message)) in consumer.done
+    assert consumer.dropped == {"forgotten": 1}
+    assert await take(consumer) is None
+    assert await world.streams.unconsumed() == 0
+
+
+async def test_of_forgotten_damaged_bytes_no_rollout_is_noted_as_done(new_world: NewWorld) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    message = random_trajectory(world.rng, "unit")
+    await world.deliver(message)
+    await world.streams.erase(message.id, {})
+    assert await take(consumer) == Refused(message.id, "forgotten")
+    assert (consumer.dropped, list(consumer.done.ranges)) == ({"forgotten": 1}, [])
+
+
+async def test_what_is_forgotten_in_the_trainers_hands_trains_and_is_settled(new_world: NewWorld) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    message = random_trajectory(world.rng, "unit")
+    await world.deliver(message)
+    taken = await take(consumer)
+    assert isinstance(taken, Taken)
+    await world.streams.erase(message.id, {"ordinal": str(message.ordinal)})
+    assert await take(consumer) == Refused(message.id, "in_hand")
+    consumer.trained([taken])
+    assert await consumer.settle([message.id]) == 1
+    assert consumer.dropped == {}
+    assert await take(consumer) is None
+
+
+async def test_work_of_the_archive_that_was_forgotten_is_dropped_and_its_mark_not_counted_again(
+    new_world: NewWorld,
+) -> None:
+    world = new_world()
+    consumer = await consumer_of(world)
+    message = random_trajectory(world.rng, "unit")
+    await world.deliver(message)
+    await world.streams.erase(message.id, {"ordinal": str(message.ordinal)})
+    outcome = Scored(components={"right": 1.0}, value=1.0, scored_under=1, scoring_started_s=1.0)
+    consumer.requeue([Archived(Trajectory(message), outcome, forgotten=True)])
+    assert await take(consumer) == Refused(message.id, "forgotten")
+    assert await take(consumer) == Refused(message.id, "already_done")
+    assert consumer.dropped == {"forgotten": 1}
+    assert consumer.forgone == [message.id]

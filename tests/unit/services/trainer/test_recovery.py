@@ -163,3 +163,13 @@ async def test_the_window_of_several_ranks_is_filled_with_what_rank_0_has_seen(t
 
     assert seen == [2.0, 4.0, 6.0]
     assert [reward for _, reward in recent_values(run.archive, progress, 9, ranks=2)] == [0.0, 2.0, 4.0, 6.0]
+
+
+async def test_lost_work_whose_text_was_erased_is_known_as_forgotten(tmp_path: Path) -> None:
+    archive = Archive(tmp_path)
+    run = Run(archive)
+    run.step(2)
+    run.streams.waiting.clear()
+    archive.forget("trajectory-1")
+    found = await lost_work(archive, fresh_progress("unit"), run.streams)
+    assert [(lost.trajectory.id, lost.forgotten) for lost in found] == [("trajectory-0", False), ("trajectory-1", True)]

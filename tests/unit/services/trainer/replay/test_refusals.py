@@ -66,6 +66,11 @@ def hole(folder: Path) -> None:
     step_file(folder, 4).unlink()
 
 
+def forgotten(folder: Path) -> None:
+    archive = Archive(folder / "archive")
+    archive.forget(archive.read(4).trajectories[0].trajectory.id)
+
+
 @pytest.mark.parametrize(
     ("damage", "update", "said"),
     [
@@ -79,6 +84,8 @@ def hole(folder: Path) -> None:
         (routed, 4, "was trained with routed experts: trainer.routing_replay is off"),
         (hole, 4, "update 4 cannot be replayed: it is not in the run's archive; those that can: 0-3, 6-7"),
         (hole, 5, "update 5 cannot be replayed: the archive lacks a step before update 5, on the way from"),
+        (forgotten, 4, "update 4 cannot be replayed: update 4, on the way from update-00000003, is forgotten: text"),
+        (forgotten, 5, "update 5 cannot be replayed: update 4, on the way from update-00000003, is forgotten: text"),
         (lambda _: None, 12, "update 12 cannot be replayed: it is not in the run's archive; those that can: 0-7"),
     ],
 )

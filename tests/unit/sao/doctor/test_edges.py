@@ -1,0 +1,40 @@
+"""The edges that are tried are those of docs/architecture.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from sao.config import load_run_config
+from sao.doctor.edges import DIALS, Role, edges
+
+PAGE = Path(__file__).parents[4] / "docs" / "architecture.md"
+ROW = re.compile(r"^\| (\w+) \| (\w+) \| \d+/TCP \| everywhere \|", re.MULTILINE)
+K8S = load_run_config(Path(__file__).parents[4] / "deploy/k8s/base/run.toml", env={})
+
+
+def test_every_edge_of_the_documented_table_is_tried() -> None:
+    documented = {pair for pair in ROW.findall(PAGE.read_text()) if pair[1] != "dns"}
+    assert documented == {(role.value, target) for role, targets in DIALS.items() for target in targets}
+
+
+def test_an_address_that_several_dial_is_tried_once_and_named_for_all() -> None:
+    config = load_run_config(None, ['redis.url="redis://u:hush@v:7/0"', 'ingest.target="i:1"'], env={})
+    found = edges(config, Role, {"trainer": "http://t:2"}, ["http://e:3", "http://e:4"])
+    told = {(edge.target, edge.address): edge.sources for edge in found}
+    assert told["valkey", "v:7"] == ("rollout", "ingest", "reward", "trainer", "weights")
+    assert told["engine", "http://e:4"] == ("rollout", "weights", "prometheus")
+    assert told["ingest", "i:1"] == ("rollout",)
+    assert told["trainer", "http://t:2"] == ("prometheus",)
+    assert told["reward", ""] == ("prometheus",), "its port is open, and nobody said where it is"
+    assert "hush" not in str(found)
+
+
+def test_a_pod_tries_its_own_edges_alone() -> None:
+    found = edges(K8S, [Role.REWARD], {}, [])
+    assert [(edge.name, edge.address) for edge in found] == [("reward -> valkey", "valkey:6379")]
+    assert [edge.target for edge in edges(K8S, [Role.ROLLOUT], {}, ["http://10.0.0.1:30000"])] == [
+        "ingest",
+        "engine",
+        "valkey",
+    ]
