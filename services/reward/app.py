@@ -17,6 +17,7 @@ import sao.board
 import sao.streams
 from sao.board.base import Board
 from sao.config import ConfigError, RunConfig
+from sao.endings import end
 from sao.problems import Bearer, install
 from sao.rest import Server
 from sao.streams.base import TrajectoryStreams
@@ -47,9 +48,6 @@ from services.reward.scoring import ScoringRoutes
 
 GRACE_S = 3.0
 """What is in flight at a stop gets this long; the rest stays pending and is scored after the restart."""
-CANCEL_AGAIN_S = 0.2
-CANCELS = 15
-"""So often is what has not ended cancelled again."""
 
 log = get_logger(__name__)
 
@@ -195,19 +193,7 @@ async def _together(
         server.should_exit = True
         await asyncio.wait({serving, consuming}, timeout=GRACE_S)
     finally:
-        await _cancelled(parts)
+        await end(parts)
     for part in parts:
         if part.done() and not part.cancelled() and (error := part.exception()) is not None:
             raise error
-
-
-async def _cancelled(parts: set[asyncio.Future[Any]]) -> None:
-    """Cancel until all have ended: a cancellation that meets a call's own end may be lost, and one is not enough."""
-    left = parts
-    for _ in range(CANCELS):
-        for part in left:
-            part.cancel()
-        _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
-        if not left:
-            return
-    log.error("parts of the service do not end", parts=[repr(part) for part in left], cancelled_times=CANCELS)

@@ -11,6 +11,7 @@ import grpc.aio
 from sao import board as boards
 from sao.board.base import EngineFacts
 from sao.config import RunConfig
+from sao.endings import end
 from sao.routing import RoutingShape, replayed_routing
 from sao.tasks import load_task
 from sao.tasks.prompts import load_prompts, prompt_for
@@ -61,8 +62,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
                         group.create_task(publisher.keep_replaying()),
                     ]
                     await worker.run(stop)
-                    for task in background:
-                        task.cancel()
+                    await end(background)
             finally:
                 spool.close()
                 await rotation.close()

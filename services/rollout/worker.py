@@ -13,12 +13,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc.aio
 
+from sao.endings import end
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from sao.v1 import ingest_pb2 as pb
@@ -100,9 +100,9 @@ class Worker:
                     self._rest("no engine in rotation")
         finally:
             await self._drain()
-            renewal.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await renewal
+            await end([renewal])
+            if renewal.done() and not renewal.cancelled():
+                renewal.result()
         if self._failure is not None:
             raise self._failure
 
@@ -212,8 +212,7 @@ class Worker:
         if not tasks:
             return
         _, late = await asyncio.wait(tasks, timeout=DRAIN_S)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(late)
+        await asyncio.gather(*(task for task in tasks if task.done()), return_exceptions=True)
         metrics.LEASES.labels("abandoned").inc(len(late))
         log.info("drained", finished=len(tasks) - len(late), abandoned=len(late))

@@ -16,6 +16,7 @@ import sao.board
 from sao.board.base import Board, EngineState
 from sao.config import ConfigError
 from sao.config.schema import RunConfig
+from sao.endings import end
 from sao.problems import Bearer, install
 from sao.rest import Server
 from sao.streams.base import FencedError, StreamUnavailableError
@@ -188,8 +189,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
                 await stop.wait()
                 server.should_exit = True
                 _, late = await asyncio.wait(parts, timeout=_STOP_S)
-                for task in late:
-                    task.cancel()
+                await end(late)
     except ExceptionGroup as group:
         if fenced := group.subgroup(FencedError):
             raise _first(fenced) from None

@@ -16,6 +16,7 @@ import sao.board
 from sao.board.base import Board, EngineFacts
 from sao.config import RunConfig, load_run_config
 from sao.config.dump import dump_run_config
+from sao.endings import end
 from sao.weights.filesystem import FileSystemVersionStore
 from sao.weights.manifest import Manifest
 from services.weights.engines.base import EngineError
@@ -217,9 +218,9 @@ class Trainer:
         try:
             yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await end([task])
+            if task.done() and not task.cancelled():
+                task.result()
 
 
 @contextlib.asynccontextmanager

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from services.reward.app import CANCELS, _together
+from sao.endings import TIMES, end
+from services.reward.app import _together
 
 
 class Serving:
@@ -75,5 +77,5 @@ async def test_it_ends_though_a_part_loses_cancellations(
 
 
 async def test_a_part_that_never_ends_does_not_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.reward.app.CANCEL_AGAIN_S", 0.01)
-    assert not await together(CANCELS, stopped)
+    monkeypatch.setattr("services.reward.app.end", partial(end, again_s=0.01))
+    assert not await together(TIMES, stopped)
