@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from sao.cli.answers import answered, unreachable
 from sao.config import ConfigError, load_run_config
 from sao.preference import Preference, PreferenceDocument
 from sao.supervisor.folder import RunFolder
@@ -23,6 +24,7 @@ from sao.supervisor.folder import RunFolder
 TIMEOUT_S = 60.0
 PATH = "/v1/preferences"
 BAR = 24
+CONFLICT = "Somebody changed it meanwhile: look with --history, then repeat, or --force."
 _AHEAD = re.compile(r"\+(\d+(?:\.\d+)?)([smhd])")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
@@ -136,25 +138,14 @@ class Service:
             with httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=self._headers) as http:
                 response = http.request(method, f"{self.url}{path}", json=body, params=params, headers=headers)
         except httpx.RequestError as error:
-            typer.echo(f"{self.url}: {type(error).__name__}: {error}", err=True)
-            typer.echo("Is the run up? `sao status RUN` says so; `sao up --run-dir RUN` starts it again.", err=True)
-            raise typer.Exit(1) from None
+            raise unreachable(self.url, error, otherwise="`sao up --run-dir RUN` starts it again.") from None
         return self._answered(response)
 
     def _answered(self, response: httpx.Response) -> Any:  # noqa: ANN401
         if response.status_code == httpx.codes.NO_CONTENT:
             return None
-        try:
-            found: Any = response.json()
-        except ValueError:
-            found = None
-        if response.is_success and isinstance(found, dict):
-            return found
-        detail = found.get("detail") if isinstance(found, dict) else response.text[:300]
-        typer.echo(f"HTTP {response.status_code}: {detail}", err=True)
-        if response.status_code == httpx.codes.PRECONDITION_FAILED:
-            typer.echo("Somebody changed it meanwhile: look with --history, then repeat, or --force.", err=True)
-        raise typer.Exit(1)
+        conflict = response.status_code == httpx.codes.PRECONDITION_FAILED
+        return answered(response, advice=CONFLICT if conflict else "")
 
     def show(self, answer: object, *shown: object) -> None:
         """The answer as JSON when that was asked for, else what is shown for people."""

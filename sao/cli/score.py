@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sao.cli.answers import answered, unreachable
 from sao.config import ConfigError, RunConfig, load_run_config
 from sao.preference import MissingComponentError, PreferenceDocument
 from sao.supervisor.folder import RunFolder
@@ -162,25 +163,11 @@ def _remote(run_dir: Path | None, url: str | None, document: PreferenceDocument 
         body = {**item.model_dump(exclude_none=True), **under}
         try:
             with httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers) as http:
-                return _answer(http.post(target, json=body))
+                return answered(http.post(target, json=body))
         except (httpx.RequestError, httpx.InvalidURL) as error:
-            typer.echo(f"{target}: {type(error).__name__}: {error}", err=True)
-            typer.echo("Is the run up? `sao status RUN` says so; --task NAME needs no service.", err=True)
-            raise typer.Exit(1) from None
+            raise unreachable(target, error, otherwise="--task NAME needs no service.") from None
 
     return ask
-
-
-def _answer(response: httpx.Response) -> dict[str, Any]:
-    try:
-        found: Any = response.json()
-    except ValueError:
-        found = None
-    if response.is_success and isinstance(found, dict):
-        return found
-    detail = found.get("detail") if isinstance(found, dict) else response.text[:300]
-    typer.echo(f"HTTP {response.status_code}: {detail}", err=True)
-    raise typer.Exit(1)
 
 
 def _config(run_dir: Path) -> RunConfig:

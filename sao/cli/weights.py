@@ -12,6 +12,7 @@ from urllib.parse import quote
 import httpx
 import typer
 
+from sao.cli.answers import answered, unreachable
 from sao.config import ConfigError, RunConfig, load_run_config
 from sao.supervisor.folder import RunFolder
 
@@ -86,22 +87,8 @@ def _ask(run: Path, method: str, path: str, reason: str = "") -> dict[str, Any]:
         with httpx.Client(timeout=TIMEOUT_S, trust_env=False, headers=headers) as http:
             response = http.request(method, url, json=body)
     except httpx.RequestError as error:
-        typer.echo(f"{url}: {type(error).__name__}: {error}", err=True)
-        typer.echo("Is the run up? `sao status RUN` says so; `sao up --run-dir RUN` starts it again.", err=True)
-        raise typer.Exit(1) from None
-    return _answer(response)
-
-
-def _answer(response: httpx.Response) -> dict[str, Any]:
-    try:
-        found: Any = response.json()
-    except ValueError:
-        found = None
-    if response.is_success and isinstance(found, dict):
-        return found
-    detail = found.get("detail") if isinstance(found, dict) else response.text[:300]
-    typer.echo(f"HTTP {response.status_code}: {detail}", err=True)
-    raise typer.Exit(1)
+        raise unreachable(url, error, otherwise="`sao up --run-dir RUN` starts it again.") from None
+    return answered(response)
 
 
 def _config(run: Path) -> RunConfig:

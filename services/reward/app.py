@@ -38,8 +38,8 @@ from services.reward.consumer import Consumer
 from services.reward.feedback.desk import Desk
 from services.reward.feedback.leftovers import Leftovers
 from services.reward.feedback.routes import FeedbackRoutes
-from services.reward.preference_folder import Keeper, PreferenceFolder
-from services.reward.preferences import PreferenceRoutes, ensure_preference
+from services.reward.preferences.folder import Keeper, PreferenceFolder
+from services.reward.preferences.routes import PreferenceRoutes, ensure_preference
 from services.reward.retry import patiently
 from services.reward.scorer import TrajectoryScorer
 from services.reward.scorers import connect as connect_scorers

@@ -14,7 +14,7 @@ from sao.archive import Archive
 from sao.redis_client import RunKeys
 from sao.rows import read_rows
 from sao.streams.base import StreamName
-from services.reward.preference_folder import PreferenceFolder
+from services.reward.preferences.folder import PreferenceFolder
 from services.trainer.checkpoint import CheckpointStore, Progress
 from services.trainer.drops import FILE as DROPS
 from services.trainer.drops import read_drops

@@ -26,7 +26,7 @@ from sao.atomic import append_line
 from sao.config import RunConfig
 from sao.preference import Preference, PreferenceDocument
 from sao.rows import UpdateRow, read_rows
-from services.reward.preferences import ensure_preference
+from services.reward.preferences.routes import ensure_preference
 from tests.support.browser import DESK, PHONE, Visit, answering, visit
 from tests.support.console_run import TASK, TOKENIZER, XSS, apart, console_of, fill_folder, fill_stores
 from tests.support.processes import free_port

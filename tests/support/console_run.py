@@ -32,7 +32,7 @@ from sao.tokenizer import Tokenizer
 from sao.trajectory import Trajectory
 from sao.v1 import archive_pb2 as pb
 from services.reward.app import wire
-from services.reward.preferences import ensure_preference
+from services.reward.preferences.routes import ensure_preference
 from tests.support.rollouts import play
 
 T = TypeVar("T")

@@ -25,8 +25,8 @@ from services.reward.catalogue import Catalogue
 from services.reward.consumer import Consumer
 from services.reward.feedback.desk import Desk
 from services.reward.feedback.routes import FeedbackRoutes
-from services.reward.preference_folder import Keeper, PreferenceFolder
-from services.reward.preferences import PreferenceRoutes
+from services.reward.preferences.folder import Keeper, PreferenceFolder
+from services.reward.preferences.routes import PreferenceRoutes
 from services.reward.scorer import TrajectoryScorer
 from tests.support.scored_tasks import SETTINGS, always
 from tests.support.waiting import eventually

@@ -16,7 +16,7 @@ from sao.tasks import load_task
 from sao.tasks.base import Prompt
 from sao.tasks.tiny_tokenizer import tokenizer_of_run
 from services.reward.catalogue import Catalogue
-from services.reward.preferences import ensure_preference
+from services.reward.preferences.routes import ensure_preference
 from services.reward.scorer import TrajectoryScorer
 from services.reward.scorers import connect
 from tests.conftest import ROOT

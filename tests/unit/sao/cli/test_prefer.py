@@ -18,11 +18,11 @@ from sao.board.memory import MemoryBoard
 from sao.cli import prefer as command
 from sao.cli.main import app
 from sao.preference_changes import ChangeRequest
-from services.reward.preferences import ensure_preference
+from services.reward.preferences.routes import ensure_preference
 from tests.support.processes import free_port
 from tests.support.reward_app import wired
-from tests.unit.services.reward.test_dry_run import archive
-from tests.unit.services.reward.test_preferences import CLASSICAL, CUTE, TASK
+from tests.unit.services.reward.preferences.test_dry_run import archive
+from tests.unit.services.reward.preferences.test_routes import CLASSICAL, CUTE, TASK
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from services.reward.alarms import Alarms
 from services.reward.app import wire
 from services.reward.console.pages import POLICY
 from services.reward.console.routes import ConsoleRoutes
-from services.reward.preferences import ensure_preference
+from services.reward.preferences.routes import ensure_preference
 from tests.support.console_run import TASK, TOKENIZER, fill_folder, fill_stores, written
 from tests.support.update_rows import trained_row, update_row
 

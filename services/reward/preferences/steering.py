@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from sao.preference import Finite, PreferenceDocument
 from sao.preference_changes import ChangeRequest, Hold, ScheduledPreference
 from sao.problems import body_of, bounded_body, malformed, problems
-from services.reward.changes import (
+from services.reward.preferences.changes import (
     MAX_BODY_BYTES,
     PATH,
     REFUSALS,

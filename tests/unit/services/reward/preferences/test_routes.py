@@ -17,8 +17,8 @@ from sao.preference import Preference, PreferenceDocument
 from sao.preference_changes import ChangeRequest, PreferenceChange
 from sao.streams.base import StreamUnavailableError
 from sao.tasks.writing import Writing
-from services.reward.changes import MAX_BODY_BYTES
-from services.reward.preferences import ensure_preference
+from services.reward.preferences.changes import MAX_BODY_BYTES
+from services.reward.preferences.routes import ensure_preference
 from tests.support.reward_app import wired
 
 TASK = Writing()

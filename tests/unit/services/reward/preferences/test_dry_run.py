@@ -15,9 +15,9 @@ from sao.outcome import Scored
 from sao.preference import PreferenceDocument
 from sao.v1 import archive_pb2 as pb
 from sao.v1 import trajectory_pb2
-from services.reward.archived import newest_archived
-from services.reward.dry_run import BINS, Archived, dry_run
-from tests.unit.services.reward.test_preferences import CLASSICAL, CUTE, TASK, URL, client_of, problem
+from services.reward.preferences.archived import newest_archived
+from services.reward.preferences.dry_run import BINS, Archived, dry_run
+from tests.unit.services.reward.preferences.test_routes import CLASSICAL, CUTE, TASK, URL, client_of, problem
 
 A = PreferenceDocument(name="a", weights={"a": 1.0})
 B = PreferenceDocument(name="b", weights={"b": 1.0})

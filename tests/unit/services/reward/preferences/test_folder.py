@@ -19,9 +19,9 @@ from sao.board.memory import MemoryBoard
 from sao.preference import Preference, PreferenceDocument
 from sao.preference_changes import ChangeRequest, Kept, PreferenceChange
 from sao.tasks.writing import Writing
-from services.reward import preference_folder
-from services.reward.preference_folder import Keeper, PreferenceFolder
-from tests.unit.services.reward.test_preferences import URL, client_of
+from services.reward.preferences import folder as preference_folder
+from services.reward.preferences.folder import Keeper, PreferenceFolder
+from tests.unit.services.reward.preferences.test_routes import URL, client_of
 
 CUTE, CLASSICAL = (Writing().preferences[name] for name in ("cute", "classical"))
 

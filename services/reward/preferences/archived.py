@@ -11,7 +11,7 @@ from sao.archive import Archive, ArchiveError
 from sao.outcome import OUTCOME, Scored
 from sao.telemetry.logs import get_logger
 from sao.v1 import archive_pb2 as pb
-from services.reward.dry_run import Archived
+from services.reward.preferences.dry_run import Archived
 
 log = get_logger(__name__)
 

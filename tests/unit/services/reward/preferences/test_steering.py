@@ -15,11 +15,11 @@ from sao.board.memory import MemoryBoard
 from sao.config import ConfigError
 from sao.config.schema import PreferenceBounds
 from sao.preference_changes import MAX_SCHEDULED
-from services.reward.preference_folder import Keeper, PreferenceFolder
-from services.reward.preferences import ensure_preference
+from services.reward.preferences.folder import Keeper, PreferenceFolder
+from services.reward.preferences.routes import ensure_preference
 from tests.support.reward_app import wired
-from tests.unit.services.reward.test_preference_folder import lines
-from tests.unit.services.reward.test_preferences import CLASSICAL, CUTE, TASK, URL, problem
+from tests.unit.services.reward.preferences.test_folder import lines
+from tests.unit.services.reward.preferences.test_routes import CLASSICAL, CUTE, TASK, URL, problem
 
 WHO = {"author": "Ann", "reason": "because"}
 

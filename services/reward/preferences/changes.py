@@ -26,7 +26,7 @@ from sao.problems import ProblemError, bounded_body, malformed
 from sao.telemetry.logs import get_logger
 from services.reward import metrics
 from services.reward.catalogue import Computes
-from services.reward.preference_folder import Keeper, LostChangeError
+from services.reward.preferences.folder import Keeper, LostChangeError
 
 MAX_BODY_BYTES = 64 * 1024
 PATH = "/v1/preferences"

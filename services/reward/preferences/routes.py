@@ -22,9 +22,9 @@ from sao.preference import Preference, PreferenceDocument
 from sao.preference_changes import ChangeRequest, stored_by
 from sao.problems import ProblemError, answers, body_of, problems
 from services.reward import metrics
-from services.reward.archived import newest_archived
 from services.reward.catalogue import Computes
-from services.reward.changes import (
+from services.reward.preferences.archived import newest_archived
+from services.reward.preferences.changes import (
     PATH,
     REFUSALS,
     AuthorQuery,
@@ -34,10 +34,10 @@ from services.reward.changes import (
     if_match,
     unknown_components,
 )
-from services.reward.dry_run import DryRun, dry_run
-from services.reward.preference_folder import Keeper
+from services.reward.preferences.dry_run import DryRun, dry_run
+from services.reward.preferences.folder import Keeper
+from services.reward.preferences.steering import SteeringRoutes
 from services.reward.retry import patiently
-from services.reward.steering import SteeringRoutes
 
 MAX_HISTORY = 200
 MAX_DRY_RUN = 1000
