@@ -58,13 +58,19 @@ class Put:
     """Unix seconds."""
 
 
+SCORED = 'sao_reward_outcomes_total{kind="scored"}'
+MORE = 20
+"""Trajectories of each replica after the last PUT."""
+
+
 def prove(folder: Path, *, puts: int) -> dict[str, Any]:
     """Half of `puts` unconditional, half under If-Match, all of them under load; what came of it."""
     with running(folder) as (configs, run_file):
         urls = [f"http://127.0.0.1:{config.reward.port}" for config in configs]
         with traffic(run_file, folder) as seen:
             made = [put for kind in (False, True) for put in put_all(urls, puts // 2, conditional=kind)]
-        shares = [_scraped(url, 'sao_reward_outcomes_total{kind="scored"}') for url in urls]
+            _score_more(urls)
+        shares = [_scraped(url, SCORED) for url in urls]
         kept = [
             _scraped(url, f"sao_reward_preference_keep_seconds_{what}") for what in ("sum", "count") for url in urls
         ]
@@ -72,6 +78,17 @@ def prove(folder: Path, *, puts: int) -> dict[str, Any]:
     found = judge(made, json.loads(seen.read_text()), shares, [json.loads(line) for line in lines])
     kept_s, syncs = sum(kept[: len(urls)]), sum(kept[len(urls) :])
     return {**found, "audit_writes": round(syncs), "ms_each": round(1000 * kept_s / syncs, 1)}
+
+
+def _score_more(urls: Sequence[str]) -> None:
+    """Wait until every replica has scored a few more: few PUTs are over before any scoring has begun after one."""
+    before = [_scraped(url, SCORED) for url in urls]
+    deadline = time.monotonic() + 60
+    while any(_scraped(url, SCORED) < start + MORE for url, start in zip(urls, before, strict=True)):
+        if time.monotonic() > deadline:
+            msg = f"a replica has not scored {MORE} trajectories within 60 s of the last PUT"
+            raise RuntimeError(msg)
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -169,7 +186,8 @@ def judge(
     tried = {put.if_match for put in puts if put.if_match is not None}
     late = outdated(stored, [(start, version) for start, version in seen["scored"]])
     latencies = sorted(put.seconds for put in puts)
-    rate = len(seen["scored"]) / (seen["ended_s"] - seen["started_s"])
+    in_time = sum(seen["started_s"] <= start <= seen["ended_s"] for start, _ in seen["scored"])
+    rate = in_time / (seen["ended_s"] - seen["started_s"])
     found = {
         "puts": len(puts),
         "stored": len(stored),

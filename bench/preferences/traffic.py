@@ -53,7 +53,7 @@ async def replay(config: RunConfig, stop: asyncio.Event) -> Traffic:
     await streams.open_consumer(StreamName.SCORED, "trainer")
     await _fill(streams, traffic, templates)
     print("filled", flush=True)
-    taking = asyncio.ensure_future(_take(streams, traffic, epoch, stop))
+    taking = asyncio.ensure_future(_take(streams, traffic, epoch))
     traffic.started_s = time.time()
     while not stop.is_set():
         await _fill(streams, traffic, templates)
@@ -83,8 +83,10 @@ async def _append(streams: TrajectoryStreams, traffic: Traffic, templates: list[
     await streams.append(message.id, message.SerializeToString(), ordinal=ordinal, sample=0, fields=fields)
 
 
-async def _take(streams: TrajectoryStreams, traffic: Traffic, epoch: int, stop: asyncio.Event) -> None:
-    while not stop.is_set():
+async def _take(streams: TrajectoryStreams, traffic: Traffic, epoch: int) -> None:
+    """Until `stop`, and then until what was scored before it has been seen: readers may be behind the scorers."""
+    behind = True
+    while behind:
         deliveries = await streams.read(StreamName.SCORED, "trainer", count=64, block_ms=100)
         for delivery in deliveries:
             outcome = OUTCOME.validate_json(delivery.fields["outcome"])
@@ -94,6 +96,8 @@ async def _take(streams: TrajectoryStreams, traffic: Traffic, epoch: int, stop: 
                 traffic.others += 1
         if deliveries:
             await streams.settle(deliveries, "trainer", epoch=epoch)
+        newest_s = traffic.scored[-1][0] if traffic.scored else 0.0
+        behind = not traffic.ended_s or (bool(deliveries) and newest_s < traffic.ended_s)
 
 
 def _templates() -> list[pb.Trajectory]:
