@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from prometheus_client import Counter, Gauge, Histogram, Summary
+
+from sao.preference_changes import What
 
 OUTCOMES = Counter("sao_reward_outcomes_total", "Scorings that ended, by kind of outcome.", ["kind"])
 COMPONENT_SECONDS = Histogram(
@@ -46,6 +50,9 @@ PREFERENCE_FOLDER_ERRORS = Counter(
 PREFERENCE_CHANGES = Counter(
     "sao_reward_preference_changes_total", "Changes of the preference made by this process, by kind.", ["what"]
 )
+# A rate over a counter that is not there yet is no data; the kinds are known, so each starts at 0.
+for _what in get_args(What):
+    PREFERENCE_CHANGES.labels(_what)
 PREFERENCE_REFUSALS = Counter(
     "sao_reward_preference_refusals_total",
     "Changes of the preference refused by this process, by HTTP status.",
