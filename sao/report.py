@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from sao.adaptation import first_served, kept_preferences
+from sao.config import RunConfig, dump_run_config
 from sao.curves import (
     WINDOW,
     Adaptation,
@@ -132,15 +133,19 @@ class Report(_Part):
     """The effective configuration, without secrets."""
 
 
-def make_report(root: Path) -> tuple[Report, list[UpdateRow]] | None:
-    """The report of a run folder and the rows behind it; None when nothing was trained on yet."""
+def make_report(root: Path, config: RunConfig | None = None) -> tuple[Report, list[UpdateRow]] | None:
+    """The report of a run folder and the rows behind it; None when nothing was trained on yet.
+
+    `config`: of a run whose folder holds no run file, as in a cluster.
+    """
     folder = RunFolder(root)
     written = [row for row, _ in read_rows(folder.rows_file)]
     rows = effective_rows(written)
     pairs = trained(rows)
     if not pairs:
         return None
-    config = tomllib.loads(folder.run_file.read_text(encoding="utf-8"))
+    effective = folder.run_file.read_text(encoding="utf-8") if config is None else dump_run_config(config)
+    settings = tomllib.loads(effective)
     timeline = folder.timeline()
     curve = reward_curve(rows)
     averages = [point.moving_average for point in curve]
@@ -151,9 +156,9 @@ def make_report(root: Path) -> tuple[Report, list[UpdateRow]] | None:
     report = Report(
         sao=version("sao"),
         written=datetime.now(UTC).isoformat(timespec="seconds"),
-        run=config["run"]["name"],
-        task=config["task"]["name"],
-        seed=config["run"]["seed"],
+        run=settings["run"]["name"],
+        task=settings["task"]["name"],
+        seed=settings["run"]["seed"],
         trajectories=len(pairs),
         updates=rows[-1].update,
         critic_only_updates=len(rows) - len(policy_rows),
@@ -185,7 +190,7 @@ def make_report(root: Path) -> tuple[Report, list[UpdateRow]] | None:
         starts=sum(event.event == "up" for event in timeline),
         last_metrics=rows[-1].metrics,
         machine=_machine(),
-        config=config,
+        config=settings,
     )
     return report, rows
 
@@ -206,9 +211,9 @@ def adaptation_lines(report: Report) -> list[str]:
     return lines
 
 
-def write_report(root: Path) -> Report | None:
+def write_report(root: Path, config: RunConfig | None = None) -> Report | None:
     """Write report.json, and curves.png where matplotlib is installed; None when there is nothing to report."""
-    made = make_report(root)
+    made = make_report(root, config)
     if made is None:
         return None
     report, rows = made

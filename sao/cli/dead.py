@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from google.protobuf.message import DecodeError
@@ -19,10 +19,10 @@ from rich.text import Text
 
 from sao import streams as trajectory_streams
 from sao.cli.dead_views import by_kind, letter_rows, letters_lines, totals_lines, trajectory_rows
-from sao.config import ConfigError, RunConfig, load_run_config
+from sao.cli.runs import find_run, refuse
+from sao.config import RunConfig
 from sao.dead_letters import Wanted, find, letter_as_json, trajectory_as_json, with_ids, with_reason
 from sao.streams.base import DeadLetter, DeadTotals, RequeueStatus, StreamError, TrajectoryStreams
-from sao.supervisor.folder import RunFolder
 from sao.trajectory import Trajectory
 
 T = TypeVar("T")
@@ -33,10 +33,12 @@ dead = typer.Typer(
     help="""Look at trajectories that could not be scored or trained on, and decide what becomes of them.
 
     **list** shows them, **show** tells what one holds and why it died. Once the cause is mended, **requeue** puts them
-    back where they were; **drop** deletes them. RUN is a run's folder, and the run's store must be up.""",
+    back where they were; **drop** deletes them. RUN is a run's folder or a run file; the run's store must be up.""",
 )
 
-Run = Annotated[str | None, typer.Argument(metavar="RUN", help="A run's folder; left out with --config.")]
+Run = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="A run's folder, or a run file; left out with --config.")
+]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="[ID]...", help="Trajectory ids, as `list` shows them.")]
 RunFile = Annotated[Path | None, typer.Option("--config", metavar="RUN.toml", help="A run file, instead of RUN.")]
 Reason = Annotated[str | None, typer.Option(metavar="TEXT", help="Those whose reason contains this.")]
@@ -73,7 +75,7 @@ def list_letters(
     """
     target = _target(run, config, None)
     if target.ids:
-        _refuse(f"two runs: {target.ids[0]} and {config}; name one")
+        refuse(f"two runs: {target.ids[0]} and {config}; name one")
     letters, totals = _with_streams(target, lambda streams: _listed(streams, reason or ""))
     if as_json:
         typer.echo(json.dumps([letter_as_json(letter) for letter in letters[:limit]], indent=2))
@@ -100,7 +102,7 @@ def show(run: Run = None, ids: Ids = None, config: RunFile = None, as_json: AsJs
     """
     target = _target(run, config, ids)
     if len(target.ids) != 1:
-        _refuse(f"{len(target.ids)} ids, expected one: `sao dead list {target.words}` shows them")
+        refuse(f"{len(target.ids)} ids, expected one: `sao dead list {target.words}` shows them")
     letter, payload = _with_streams(target, lambda streams: _opened(streams, target.ids[0]))
     if letter is None:
         typer.echo(_missing(target, target.ids[0]), err=True)
@@ -188,7 +190,7 @@ def drop(  # noqa: PLR0917  # typer reads the signature
 
 def _selection(target: _Target, reason: str | None, everything: bool) -> Wanted:
     if (bool(target.ids), bool(reason), everything).count(True) != 1:
-        _refuse("say which, in one way: trajectory ids, --reason TEXT, or --all")
+        refuse("say which, in one way: trajectory ids, --reason TEXT, or --all")
     return with_ids(target.ids) if target.ids else with_reason(reason or "")
 
 
@@ -231,23 +233,12 @@ def _missing(target: _Target, trajectory_id: str) -> str:
 def _target(run: str | None, config: Path | None, ids: list[str] | None) -> _Target:
     """The run that the arguments name; with --config, what stands in RUN's place is an id."""
     if config is not None:
-        file, words = config, f"--config {shlex.quote(str(config))}"
-        given = [*([run] if run else []), *(ids or [])]
-    elif run is not None:
-        file, words, given = RunFolder(Path(run)).run_file, shlex.quote(run), list(ids or [])
-    else:
-        _refuse("which run? Name its folder, or a run file with --config")
-    if not file.is_file():
-        _refuse(f"{file} does not exist: name the folder of a run, or a run file with --config")
-    try:
-        return _Target(load_run_config(file), words, given)
-    except ConfigError as error:
-        _refuse(f"configuration error: {error}")
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(2)
+        return _Target(
+            find_run(config).config, f"--config {shlex.quote(str(config))}", [*([run] if run else []), *(ids or [])]
+        )
+    if run is None:
+        refuse("which run? Name its folder, or a run file with --config")
+    return _Target(find_run(Path(run)).config, shlex.quote(run), list(ids or []))
 
 
 def _with_streams(target: _Target, work: Callable[[TrajectoryStreams], Awaitable[T]]) -> T:

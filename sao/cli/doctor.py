@@ -9,11 +9,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from sao.config import ConfigError, RunConfig, load_run_config
+from sao.cli.runs import find_run, refuse
+from sao.config import RunConfig
 from sao.doctor.checks import Check, Status, judge
 from sao.doctor.edges import SERVICES, Role
 from sao.doctor.probes import observe
-from sao.supervisor.folder import RunFolder
 
 Run = Annotated[Path | None, typer.Argument(metavar="RUN.toml", help="A run file, or a run's folder.")]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="A run's folder.")]
@@ -34,7 +34,7 @@ def doctor(  # noqa: PLR0917  # typer reads the signature
     as_: Roles = None,
     service: Services = None,
     json: AsJson = False,
-    timeout: Timeout = 5.0,
+    timeout: Timeout = 2.0,
 ) -> NoReturn:
     """Check a deployment from here: connections, tokens, store, engines, health, clocks, disks, versions.
 
@@ -79,25 +79,14 @@ def _services(given: list[str]) -> dict[str, str]:
     for one in given:
         name, _, url = one.partition("=")
         if name not in SERVICES or not url.startswith(("http://", "https://")):
-            _refuse(f"--service {one}: expected NAME=http://host:port, NAME one of {', '.join(SERVICES)}")
+            refuse(f"--service {one}: expected NAME=http://host:port, NAME one of {', '.join(SERVICES)}")
         found[name] = url
     return found
 
 
 def _config(run: Path | None, run_dir: Path | None) -> RunConfig:
     if (run is None) == (run_dir is None):
-        _refuse("which run? Name a run file, or a run's folder with --run-dir")
+        refuse("which run? Name a run file, or a run's folder with --run-dir")
     asked = run_dir or run
     assert asked is not None
-    file = RunFolder(asked).run_file if asked.is_dir() else asked
-    if not file.is_file():
-        _refuse(f"{file} does not exist: name a run file, or a run's folder with --run-dir")
-    try:
-        return load_run_config(file)
-    except ConfigError as error:
-        _refuse(f"configuration error: {error}")
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(2)
+    return find_run(asked).config

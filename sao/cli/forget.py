@@ -9,11 +9,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from sao.config import ConfigError, RunConfig, load_run_config
+from sao.cli.runs import find_run, refuse
+from sao.config import RunConfig
 from sao.forgetting import Finding, Place
 from sao.forgetting import forget as forget_everywhere
 from sao.ids import uuid7_unix_ms
-from sao.supervisor.folder import RunFolder
 from sao.tasks import TaskLoadError, load_task
 from sao.tasks.tiny_tokenizer import VocabularyError, tokenizer_of_run
 from sao.tokenizer import Tokenizer
@@ -33,12 +33,12 @@ def forget(run: Run, ids: Ids, place: Places = None, json: AsJson = False) -> No
 
     Examples: `sao forget runs/mine ID`, `sao forget /etc/sao/run.toml ID --place spool`.
     """
-    config = _config(run)
+    config = find_run(run).config
     for one in ids:
         try:
             uuid7_unix_ms(one)
         except ValueError:
-            _refuse(f"{one!r} is no trajectory id: expected a lower-case UUIDv7, as `sao trajectories tail` shows it")
+            refuse(f"{one!r} is no trajectory id: expected a lower-case UUIDv7, as `sao trajectories tail` shows it")
     findings = asyncio.run(forget_everywhere(config, list(dict.fromkeys(ids)), place or Place, _tokenizer(config)))
     if json:
         typer.echo(json_text.dumps([_as_json(finding) for finding in findings], indent=2))
@@ -74,18 +74,3 @@ def _tokenizer(config: RunConfig) -> Tokenizer | None:
         if type(error) is Exception:  # the tokenizers library's own, for a missing or damaged file
             return None
         raise
-
-
-def _config(run: Path) -> RunConfig:
-    file = RunFolder(run).run_file if run.is_dir() else run
-    if not file.is_file():
-        _refuse(f"{file} does not exist: name a run's folder, or a run file")
-    try:
-        return load_run_config(file)
-    except ConfigError as error:
-        _refuse(f"configuration error: {error}")
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(2)

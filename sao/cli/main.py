@@ -44,7 +44,7 @@ app.add_typer(trajectories, name="trajectories")
 app.add_typer(weights, name="weights")
 
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run's folder; one that holds a run is resumed.")]
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder.")]
+Folder = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a run file.")]
 
 
 @app.command()
@@ -104,7 +104,12 @@ def asked_config(run_file: Path | None, preset: str | None, sets: Sequence[str],
 
 @app.command()
 def status(folder: Folder) -> None:
-    """Say what a run is doing: its processes, how far it has come, how well it does. Exit 1 when nothing runs."""
+    """Say what a run is doing: its processes, how far it has come, how well it does. Exit 1 when nothing runs.
+
+    Given a run file, as in a pod, it asks the store and reads the run's folder: exit 1 when the store does not answer.
+
+    Examples: `sao status runs/mine`, `sao status /etc/sao/run.toml`.
+    """
     from sao.cli.status import print_status
 
     raise typer.Exit(0 if print_status(folder) else 1)

@@ -9,7 +9,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
+from sao.cli.runs import find_run
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a run file.")]
 Updates = Annotated[list[int] | None, typer.Argument(metavar="UPDATE", help="Updates; 0: those of the critic alone.")]
 Drawn = Annotated[int, typer.Option("--random", metavar="N", help="N more updates, drawn at random.")]
 Seed = Annotated[int, typer.Option(help="Of the draw.")]
@@ -35,7 +37,8 @@ def replay(  # noqa: PLR0917  # typer reads the signature
     from sao.supervisor.plan import THREADS
     from sao.supervisor.process import inherited_environment
 
-    argv = [sys.executable, "-m", "services.trainer.replay", str(run), *map(str, updates or [])]
+    folder = find_run(run).root if run.is_file() else run
+    argv = [sys.executable, "-m", "services.trainer.replay", str(folder), *map(str, updates or [])]
     argv += ["--random", str(drawn), "--seed", str(seed), "--tolerance", str(tolerance), *(["--json"] if json else [])]
     sys.stdout.flush()
     # In this process's place: output, signals and the exit status are then the program's own.

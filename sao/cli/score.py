@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -20,9 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from sao.cli.answers import answered, unreachable
-from sao.config import ConfigError, RunConfig, load_run_config
+from sao.cli.runs import find_run, refuse
+from sao.config import RunConfig
 from sao.preference import MissingComponentError, PreferenceDocument
-from sao.supervisor.folder import RunFolder
 from sao.tasks import TaskLoadError, load_task
 from sao.tasks.base import Task, UnscorableError
 from sao.tasks.tiny_tokenizer import VocabularyError, tokenizer_of_run
@@ -66,7 +66,7 @@ Ask = Callable[[_Item], dict[str, Any]]
 
 def score(  # noqa: PLR0917  # typer reads the signature
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A .json, .jsonl or .pb file.")],
-    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Ask the running run of this folder.")] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Ask this run; a run file will do.")] = None,
     url: Annotated[str | None, typer.Option(help="Ask the reward service here.")] = None,
     task: Annotated[str | None, typer.Option(help="Ask nobody: compute this task's components here.")] = None,
     preference: Annotated[
@@ -91,9 +91,9 @@ def score(  # noqa: PLR0917  # typer reads the signature
     `sao score 0190-....pb --url http://127.0.0.1:8080 --preference cute.json --json`.
     """
     if [run_dir, url, task].count(None) != 2:
-        _refuse("say who computes, in one way: --run-dir RUN, --url URL or --task NAME")
+        refuse("say who computes, in one way: --run-dir RUN, --url URL or --task NAME")
     if model is not None and task is None:
-        _refuse("--model goes with --task: a service has its own tokenizer")
+        refuse("--model goes with --task: a service has its own tokenizer")
     items = _items(file)
     document = _document(preference)
     ask = _here(task, model, document) if task is not None else _remote(run_dir, url, document)
@@ -110,17 +110,17 @@ def _items(file: Path) -> list[_Item]:
     try:
         content = file.read_bytes()
     except OSError as error:
-        _refuse(f"{file}: {error.strerror}")
+        refuse(f"{file}: {error.strerror}")
     if file.suffix == ".pb":
         return [_Item(trajectory=base64.b64encode(content).decode())]
     lines = [line for line in content.split(b"\n") if line.strip()] if file.suffix == ".jsonl" else None
     try:
         found = json.loads(content) if lines is None else [json.loads(line) for line in lines]
     except ValueError as error:
-        _refuse(f"{file}: not JSON: {error}; a file of one object a line is called .jsonl, a protobuf .pb")
+        refuse(f"{file}: not JSON: {error}; a file of one object a line is called .jsonl, a protobuf .pb")
     objects = found if isinstance(found, list) else [found]
     if not objects:
-        _refuse(f"{file} holds nothing to score")
+        refuse(f"{file} holds nothing to score")
     return [_item(file, number, one) for number, one in enumerate(objects, start=1)]
 
 
@@ -130,7 +130,7 @@ def _item(file: Path, number: int, found: object) -> _Item:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        _refuse(f"{file}:{number}: {where + ': ' if where else ''}{first['msg']}; `sao score --help` has the forms")
+        refuse(f"{file}:{number}: {where + ': ' if where else ''}{first['msg']}; `sao score --help` has the forms")
 
 
 def _document(file: Path | None) -> PreferenceDocument | None:
@@ -139,10 +139,10 @@ def _document(file: Path | None) -> PreferenceDocument | None:
     try:
         return PreferenceDocument.model_validate_json(file.read_bytes())
     except OSError as error:
-        _refuse(f"{file}: {error.strerror}")
+        refuse(f"{file}: {error.strerror}")
     except ValidationError as error:
         first = error.errors()[0]
-        _refuse(f"{file}: no preference document: {'.'.join(map(str, first['loc']))}: {first['msg']}")
+        refuse(f"{file}: no preference document: {'.'.join(map(str, first['loc']))}: {first['msg']}")
 
 
 # --- asking a service ------------------------------------------------------------------------------------------
@@ -171,15 +171,10 @@ def _remote(run_dir: Path | None, url: str | None, document: PreferenceDocument 
 
 
 def _config(run_dir: Path) -> RunConfig:
-    file = RunFolder(run_dir).run_file
-    if not file.is_file():
-        _refuse(f"{file} does not exist: name the folder of a run that was started")
-    try:
-        config = load_run_config(file)
-    except ConfigError as error:
-        _refuse(f"configuration error: {error}")
+    found = find_run(run_dir)
+    file, config = found.file, found.config
     if config.reward.port == 0:
-        _refuse(f"{file} leaves reward.port open: name the folder of a run that was started")
+        refuse(f"{file} leaves reward.port open: name the folder of a run that was started")
     return config
 
 
@@ -191,7 +186,7 @@ def _here(name: str, model: Path | None, document: PreferenceDocument | None) ->
         task = load_task(name)
         tokenizer = tokenizer_of_run(model, task)
     except (TaskLoadError, VocabularyError) as error:
-        _refuse(str(error))
+        refuse(str(error))
     under = document or task.default_preference
 
     def ask(item: _Item) -> dict[str, Any]:
@@ -204,15 +199,15 @@ def _here(name: str, model: Path | None, document: PreferenceDocument | None) ->
 
 def _trajectory(task: Task, tokenizer: Tokenizer, item: _Item) -> Trajectory:
     if item.trajectory_id is not None:
-        _refuse(f"{item.trajectory_id}: only a service finds a trajectory by its id; use --run-dir or --url")
+        refuse(f"{item.trajectory_id}: only a service finds a trajectory by its id; use --run-dir or --url")
     try:
         if item.text is not None:
             return trajectory_of_text(task, tokenizer, item.text, prompt=item.prompt, payload=item.task_payload)
         return Trajectory.from_bytes(base64.b64decode(item.trajectory or "", validate=True))
     except NoTrajectoryError as error:
-        _refuse(str(error))
+        refuse(str(error))
     except (ValueError, DecodeError) as error:
-        _refuse(f"not a sao.v1.Trajectory: {error}")
+        refuse(f"not a sao.v1.Trajectory: {error}")
 
 
 def _outcome(
@@ -264,8 +259,3 @@ def _why(outcome: Mapping[str, Any]) -> str:
         return f"{outcome['component']} took longer than {outcome['after_s']:g} s"
     where = f"{outcome['component']}: " if "component" in outcome else ""
     return f"{where}{outcome['reason']}" if "reason" in outcome else ""
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(2)

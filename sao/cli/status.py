@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from sao.cli.runs import Run, find_run
 from sao.config import load_run_config
 from sao.report import Report, adaptation_lines, write_report
 from sao.supervisor.board_view import BoardView
@@ -19,8 +22,47 @@ from sao.supervisor.status import console_url, notices, summary
 from sao.supervisor.storage import storage_notices
 
 
-def print_status(root: Path) -> bool:
-    """Print what the run is doing; whether a supervisor is at work on it."""
+def print_status(named: Path) -> bool:
+    """Print what the run is doing; whether a supervisor is at work on it, or with a run file, whether its store is."""
+    return _by_file(find_run(named)) if named.is_file() else _by_folder(named)
+
+
+def _by_file(run: Run) -> bool:
+    """Of a run whose processes are somebody else's, as in a cluster: what its folder and its store say."""
+    console, board = Console(), BoardView(run.config)
+    answers = board.store_use() is not None
+    progress = Progress(RunFolder(run.root).rows_file)
+    progress.poll()
+    console.print(f"{run.config.task.name}, seed {run.config.run.seed}: {_trainer(board, answers=answers)}")
+    for line in (f"{name:<20} {value}" for name, value in _figures(progress)):
+        console.print(f"  {line}", highlight=False)
+    for line in (
+        *notices(progress),
+        *held_notices(run.config, run.file),
+        *storage_notices(run.config, run.root, board, named=run.file),
+        *_engine_lines(board),
+    ):
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+    where = f"port {run.config.reward.port} of the reward service, /console"
+    console.print(f"  watch and steer it in a browser: {where}", highlight=False, soft_wrap=True)
+    board.close()
+    return answers
+
+
+def _figures(progress: Progress) -> Iterator[tuple[str, str]]:
+    yield from summary(progress)
+    if progress.last is not None:
+        yield "last update", f"{max(time.time() - progress.last.finished_s, 0.0):.0f} s ago"
+
+
+def _trainer(board: BoardView, *, answers: bool) -> str:
+    if not answers:
+        return "the store does not answer"
+    facts = board.trainer()
+    return "no trainer has begun" if facts is None else f"the trainer is {facts.state.value}, start {facts.epoch}"
+
+
+def _by_folder(root: Path) -> bool:
     folder = RunFolder(root)
     if not folder.run_file.exists():
         typer.echo(f"{root} holds no run: start one with `sao up --preset tiny --run-dir {root}`", err=True)
@@ -75,10 +117,12 @@ def _engine_lines(board: BoardView) -> list[str]:
     ]
 
 
-def print_report(root: Path) -> bool:
+def print_report(named: Path) -> bool:
     """Write the report and print its summary; whether there was anything to report."""
+    run = find_run(named) if named.is_file() else None
+    root = named if run is None else run.root
     folder = RunFolder(root)
-    report = write_report(root) if folder.run_file.exists() else None
+    report = write_report(root, run.config if run else None) if run or folder.run_file.exists() else None
     if report is None:
         typer.echo(f"{root}: no run, or no trajectory was trained on yet", err=True)
         return False

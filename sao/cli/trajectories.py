@@ -18,7 +18,8 @@ from rich.text import Text
 
 from sao import streams as trajectory_streams
 from sao.archive import ArchiveError
-from sao.config import ConfigError, RunConfig, load_run_config
+from sao.cli.runs import find_run
+from sao.config import RunConfig
 from sao.rows import read_rows, read_rows_back
 from sao.run_history import RunHistory
 from sao.streams.base import StreamError
@@ -46,10 +47,11 @@ trajectories = typer.Typer(
     help="""Read the trajectories of a run: what was written, what it was worth, and what each token carried.
 
     **tail** shows the newest as they are trained on; **show** opens one. The console of the reward service shows the
-    same (`sao up` prints its address). RUN is a run's folder; whether the run still goes does not matter.""",
+    same (`sao up` prints its address). RUN is a run's folder, in a pod its run file; whether the run
+    still goes does not matter.""",
 )
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, or a run file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, nothing else.")]
 
 
@@ -65,11 +67,11 @@ def tail(
     Examples: `sao trajectories tail runs/mine`, `sao trajectories tail runs/mine -f`,
     `sao trajectories tail runs/mine --json -n 1000 | jq .reward`.
     """
-    config = _config(run)
-    rows_file = RunFolder(run).rows_file
+    found = find_run(run)
+    rows_file = RunFolder(found.root).rows_file
     try:
         offset = next((after for _, _, after in read_rows_back(rows_file)), 0)
-        newest = _newest(config, run, offset, count)
+        newest = _newest(found.config, found.root, offset, count)
         if not as_json:
             typer.echo(HEADING)
         for summary in newest:
@@ -130,15 +132,17 @@ def show(
 
     Examples: `sao trajectories show runs/mine ID`, `sao trajectories show runs/mine ID --tokens`.
     """
-    config = _config(run)
-    reader = TrajectoryReader(run, _tokenizer(config), max_lag=config.trainer.max_lag)
+    found = find_run(run)
+    config = found.config
+    reader = TrajectoryReader(found.root, _tokenizer(config), max_lag=config.trainer.max_lag)
     try:
         view = reader.trained(trajectory_id) or _untrained(config, reader, trajectory_id)
     except (OSError, ValidationError, ArchiveError, DecodeError) as error:
         _fail(f"trajectory {trajectory_id} cannot be read: {error}")
     if view is None:
         _fail(
-            f"trajectory {trajectory_id} is neither in {run} nor in its store; `sao trajectories tail {run}` lists some"
+            f"trajectory {trajectory_id} is neither in {found.root} nor in its store; "
+            f"`sao trajectories tail {run}` lists some"
         )
     if as_json:
         typer.echo(view.model_dump_json(indent=2))
@@ -248,18 +252,6 @@ def _token_table(segment: SegmentView) -> Table:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
-
-
-def _config(run: Path) -> RunConfig:
-    file = RunFolder(run).run_file
-    if not file.is_file():
-        typer.echo(f"{file} does not exist: name the folder of a run", err=True)
-        raise typer.Exit(2)
-    try:
-        return load_run_config(file)
-    except ConfigError as error:
-        typer.echo(f"configuration error: {error}", err=True)
-        raise typer.Exit(2) from None
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:

@@ -10,6 +10,7 @@ from enum import Enum
 
 from sao.config import RunConfig
 from sao.doctor.edges import Edge
+from sao.doctor.names import Resolved
 
 CLOCK_WARN_S, CLOCK_FAIL_S = 2.0, 10.0
 """Differences of a clock to this one, beyond what the measurement can tell."""
@@ -42,6 +43,8 @@ class Reached:
     edge: Edge
     problem: str = ""
     """Why nothing answers; empty: it does."""
+    unresolved: str = ""
+    """The name in its address that leads nowhere, so it could not be tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,10 @@ class EngineSeen:
     url: str
     info: Mapping[str, object]
     """Of /server_info; empty: it did not say."""
+    silent: str = ""
+    """Why it did not, though it was reached."""
+    hangs: bool = False
+    """It answers not even what is answered whatever an engine does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,7 @@ class Observations:
     """Everything that the probes have brought; what they could not ask is missing."""
 
     edges: list[Reached] = field(default_factory=list)
+    names: list[Resolved] = field(default_factory=list)
     clocks: list[Clock] = field(default_factory=list)
     tokens: list[TokenTried] = field(default_factory=list)
     disks: list[Disk] = field(default_factory=list)
@@ -114,6 +122,7 @@ def judge(config: RunConfig, seen: Observations) -> list[Check]:
     """Every check that the observations allow, in the order to read them in."""
     return [
         *map(edge, seen.edges),
+        *names(seen),
         *map(token, seen.tokens),
         *store(config, seen.store),
         *engines(config, seen.engines),
@@ -134,10 +143,35 @@ def edge(reached: Reached) -> Check:
         setting = {"ingest": "ingest.target", "engine": "engine.urls or engine.dns"}.get(to.target, "")
         do = f"set {setting}" if setting else f"give --service {to.target}=URL"
         return Check(name, Status.WARN, "not tried: no address is known", "an address", do)
+    if reached.unresolved:
+        found = f"{to.address}: not tried, {reached.unresolved} leads to no address"
+        return Check(name, Status.WARN, found, "an address", "mend the name, or the way to the name server, first")
+    if reached.problem and to.target == "dns":
+        return Check(name, Status.FAIL, f"{to.address}: {reached.problem}", "an answer", _NAME_SERVER[to.address[-3:]])
     if reached.problem:
         do = f"is {to.target} up, its name right, and does a NetworkPolicy or firewall let this edge through"
         return Check(name, Status.FAIL, f"{to.address}: {reached.problem}", "an answer", do)
     return Check(name, Status.OK, f"{to.address} answers")
+
+
+_LET_THROUGH = "is the name server up, and does a NetworkPolicy or firewall let this edge through"
+_NAME_SERVER = {
+    "UDP": f"{_LET_THROUGH}; no name is found without it",
+    "TCP": f"{_LET_THROUGH}; an answer too long for UDP, as of a name with many engines, comes over TCP only",
+}
+
+
+def names(seen: Observations) -> Iterator[Check]:
+    """What do the names in the configuration lead to? Not told while no name server answers: that is told already."""
+    over_udp = [one for one in seen.edges if one.edge.target == "dns" and one.edge.address.endswith("UDP")]
+    unreachable = bool(over_udp) and all(one.problem for one in over_udp)
+    for one in seen.names:
+        name = f"name {one.name}"
+        if not one.problem:
+            yield Check(name, Status.OK, ", ".join(one.addresses))
+        elif not unreachable:
+            do = "is there a Service of that name in this namespace, and is the name in the run file the right one"
+            yield Check(name, Status.FAIL, one.problem, "an address", do)
 
 
 def token(tried: TokenTried) -> Check:
@@ -196,7 +230,7 @@ def _memory(config: RunConfig, info: Mapping[str, object]) -> Check:
 def engines(config: RunConfig, seen: Sequence[EngineSeen]) -> Iterator[Check]:
     """Is every engine a release that is known, started as docs/engine.md demands, and none like another?"""
     for one in seen:
-        yield _release(one)
+        yield _silent(one) if one.silent else _release(one)
         if one.info:
             yield _flags(config, one)
     seeds = Counter(str(one.info["random_seed"]) for one in seen if "random_seed" in one.info)
@@ -204,6 +238,13 @@ def engines(config: RunConfig, seen: Sequence[EngineSeen]) -> Iterator[Check]:
         alike = [one.url for one in seen if str(one.info.get("random_seed")) in shared]
         do = "give each engine its own --random-seed, or none: they sample the same texts"
         yield Check("engine seeds", Status.FAIL, f"one seed for {', '.join(alike)}", "a seed of its own each", do)
+
+
+def _silent(one: EngineSeen) -> Check:
+    name, do = f"engine release {one.url}", "ask again, or give it more time with --timeout"
+    if one.hangs:
+        return Check(name, Status.FAIL, one.silent, "an answer", f"{do}; see its log, and restart it if it hangs")
+    return Check(name, Status.WARN, one.silent, "its release and flags", f"it may be loading weights: {do}")
 
 
 def _release(one: EngineSeen) -> Check:

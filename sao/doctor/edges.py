@@ -8,6 +8,7 @@ from enum import Enum
 from urllib.parse import urlsplit
 
 from sao.config import RunConfig
+from sao.doctor.names import PORT, PROTOCOLS
 
 SERVICES = ("trainer", "ingest", "reward", "weights", "rollout")
 
@@ -31,7 +32,7 @@ DIALS: Mapping[Role, tuple[str, ...]] = {
     Role.TRAINER: ("valkey",),
     Role.PROMETHEUS: (*SERVICES, "engine"),
 }
-"""Beside the name server, which every one asks for the names among the addresses."""
+"""Beside the name server, which every one but Prometheus asks for the names among the addresses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,16 @@ class Edge:
     sources: tuple[str, ...]
     target: str
     address: str
-    """host:port of `valkey` and `ingest`, a base URL of everything else; empty: the configuration does not say."""
+    """host:port of `valkey` and `ingest`, host:port/UDP or /TCP of `dns`, a base URL of everything else.
+
+    Empty: the configuration does not say.
+    """
 
     @property
     def name(self) -> str:
         """As it is told."""
-        which = f" {self.address}" if self.target == "engine" else ""
+        port = self.address.rpartition(":")[2]
+        which = {"engine": f" {self.address}", "dns": f" {port}"}.get(self.target, "")
         return f"{', '.join(self.sources)} -> {self.target}{which}"
 
 
@@ -70,6 +75,38 @@ def edges(config: RunConfig, roles: Iterable[Role], services: Mapping[str, str],
             for address in [known.get(target, "")] if telemetry else places[target]:
                 found.setdefault((target, address), []).append(role.value)
     return [Edge(tuple(sources), target, address) for (target, address), sources in found.items()]
+
+
+def name_edges(config: RunConfig, roles: Iterable[Role], names: Iterable[str], servers: Iterable[str]) -> list[Edge]:
+    """Each way to each name server, of those roles that need one of `names`."""
+    wanted = set(names)
+    sources = tuple(
+        role.value
+        for role in roles
+        if role is not Role.PROMETHEUS and wanted & {host for target in DIALS[role] for host in hosts(config, target)}
+    )
+    if not sources:
+        return []
+    return [Edge(sources, "dns", f"{server}:{PORT}/{protocol}") for server in servers for protocol in PROTOCOLS]
+
+
+def hosts(config: RunConfig, target: str) -> list[str]:
+    """The names or addresses under which the configuration knows a target."""
+    match target:
+        case "valkey":
+            found = [config.redis.url]
+        case "ingest":
+            found = [f"//{config.ingest.target}"]
+        case "engine":
+            found = [f"//{config.engine.dns}"] if config.engine.discovery == "dns" else list(config.engine.urls)
+        case _:
+            found = []
+    return [host for url in found if (host := host_of(url))]
+
+
+def host_of(address: str) -> str:
+    """The host of a URL or of host:port."""
+    return urlsplit(address if "//" in address else f"//{address}").hostname or ""
 
 
 def bound(config: RunConfig) -> dict[str, str]:

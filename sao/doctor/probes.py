@@ -10,7 +10,6 @@ import hashlib
 import math
 import re
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -28,7 +27,8 @@ from redis import exceptions
 
 from sao.config import RunConfig
 from sao.doctor.checks import Clock, Disk, EngineSeen, HealthSeen, Observations, Reached, TokenTried
-from sao.doctor.edges import Edge, Role, bound, edges
+from sao.doctor.edges import DIALS, Edge, Role, bound, edges, host_of, hosts, name_edges
+from sao.doctor.names import HOSTS, RESOLV_CONF, ask, asked_of_a_server, look_up, read, resolver
 from sao.redis_client import connect_redis
 from sao.v1 import archive_pb2, ingest_pb2, ingest_pb2_grpc, trajectory_pb2
 
@@ -41,28 +41,54 @@ _GUARDED = {"reward": "/v1/preferences", "weights": "/v1/weights"}
 async def observe(
     config: RunConfig, roles: Sequence[Role], services: Mapping[str, str], *, timeout_s: float
 ) -> Observations:
-    """Everything that can be seen from here within about twice `timeout_s`."""
+    """Everything that can be seen from here within about three times `timeout_s`."""
     seen = Observations(packages=installed_packages(), protocol=protocol_digest())
     seen.disks += [room("run folder", config.run.dir), room("version store", config.versions_dir)]
-    urls, problem = await _engine_urls(config, timeout_s)
-    asked = edges(config, roles, services, urls)
-    if problem:
-        seen.edges.append(Reached(Edge(("here",), "dns", config.engine.dns), problem))
+    await _names(config, roles, services, seen, timeout_s)
+    unresolved = {one.name for one in seen.names if one.problem}
+    asked = edges(config, roles, services, _engine_urls(config, seen))
     probes: list[tuple[str, Callable[[], Awaitable[None]]]] = []
     async with httpx.AsyncClient(timeout=timeout_s, trust_env=False) as client:
         for one in asked:
-            if not one.address:
-                seen.edges.append(Reached(one))
+            if not one.address or host_of(one.address) in unresolved:
+                seen.edges.append(Reached(one, unresolved=host_of(one.address)))
                 continue
             probe = _probe_of(one, client)
             probes.append((f"edge {one.name}", partial(probe, config, one, seen)))
         told = bound(config) | dict(services)
         dialled = {one.target for one in asked if one.address.startswith("http")}
         for name, url in told.items():
-            if name in services and name not in dialled:
+            if name in services and name not in dialled and host_of(url) not in unresolved:
                 probes.append((f"health {name}", partial(_health, client, config, name, url, seen)))
         await asyncio.gather(*(_bounded(name, probe, seen, 2 * timeout_s) for name, probe in probes))
     return seen
+
+
+async def _names(
+    config: RunConfig, roles: Sequence[Role], services: Mapping[str, str], seen: Observations, timeout_s: float
+) -> None:
+    """Ask for every name that these roles dial, and the name servers themselves."""
+    wanted = [host for role in roles for target in DIALS[role] for host in hosts(config, target)]
+    names = asked_of_a_server([*wanted, *map(host_of, services.values())], read(HOSTS))
+    system = resolver(read(RESOLV_CONF))
+    ways = name_edges(config, roles, names, system.servers)
+    problems = [
+        ask(way.address.rpartition(":")[0], way.address[-3:], system.first(names[0]), timeout_s=timeout_s)
+        for way in ways
+    ]
+    resolved, found = await asyncio.gather(look_up(names, timeout_s=timeout_s), asyncio.gather(*problems))
+    seen.names += resolved
+    seen.edges += map(Reached, ways, found)
+
+
+def _engine_urls(config: RunConfig, seen: Observations) -> list[str]:
+    """One for each address of engine.dns; that name itself where it has none, or needs no name server."""
+    if config.engine.discovery == "static":
+        return list(config.engine.urls)
+    name, port = host_of(config.engine.dns), config.engine.dns.rpartition(":")[2]
+    addresses = [address for one in seen.names if one.name == name for address in one.addresses]
+    shown = [f"[{address}]" if ":" in address else address for address in addresses]
+    return [f"http://{address}:{port}" for address in shown] or [f"http://{config.engine.dns}"]
 
 
 _Probe = Callable[[RunConfig, Edge, Observations], Awaitable[None]]
@@ -88,19 +114,6 @@ async def _bounded(name: str, probe: Callable[[], Awaitable[None]], seen: Observ
         seen.failed.append((name, f"no answer within {limit_s:g} s"))
     except Exception as error:  # noqa: BLE001 - the edge of one probe; the others must still be told
         seen.failed.append((name, type(error).__name__))
-
-
-async def _engine_urls(config: RunConfig, timeout_s: float) -> tuple[list[str], str]:
-    if config.engine.discovery == "static":
-        return list(config.engine.urls), ""
-    name, _, port = config.engine.dns.partition(":")
-    try:
-        async with asyncio.timeout(timeout_s):
-            loop = asyncio.get_running_loop()
-            rows = await loop.getaddrinfo(name, int(port), family=socket.AF_INET, type=socket.SOCK_STREAM)
-    except (OSError, TimeoutError) as error:
-        return [], f"{name} cannot be resolved ({error or 'no answer in time'})"
-    return sorted({f"http://{row[4][0]!s}:{port}" for row in rows}), ""
 
 
 async def _store(config: RunConfig, edge: Edge, seen: Observations) -> None:
@@ -149,26 +162,38 @@ async def _ingest(config: RunConfig, edge: Edge, seen: Observations) -> None:
 
 
 async def _engine(client: httpx.AsyncClient, config: RunConfig, edge: Edge, seen: Observations) -> None:
+    """The edge by /model_info, which is answered at once whatever the engine does; the rest by /server_info."""
+    url, key = edge.address.rstrip("/"), config.engine.api_key
     before = time.time()
-    response = await _get(client, f"{edge.address.rstrip('/')}/server_info", config.engine.api_key, edge, seen)
+    response = await _get(client, f"{url}/model_info", key, edge, seen)
     if response is None:
+        return
+    if isinstance(response, str):
+        seen.engines.append(EngineSeen(edge.address, {}, silent=f"/model_info: {response}", hangs=True))
         return
     _note_clock(response, f"engine {edge.address}", before, seen)
     refused = response.status_code in _REFUSED
     told = f"answered {response.status_code}"
     seen.tokens.append(TokenTried(f"engine {edge.address}", "engine.api_key", accepted=not refused, found=told))
-    if not refused:
-        try:
-            body = response.json()
-        except ValueError:
-            body = {}
-        seen.engines.append(EngineSeen(edge.address, body if isinstance(body, dict) else {}))
+    if refused:
+        return
+    try:
+        body = (await client.get(f"{url}/server_info", headers=_bearer(key))).json()
+    except httpx.HTTPError as error:
+        seen.engines.append(EngineSeen(edge.address, {}, silent=f"/server_info: {_words(error)}"))
+        return
+    except ValueError:
+        body = {}
+    seen.engines.append(EngineSeen(edge.address, body if isinstance(body, dict) else {}))
 
 
 async def _service(client: httpx.AsyncClient, config: RunConfig, edge: Edge, seen: Observations) -> None:
     before = time.time()
     response = await _get(client, f"{edge.address.rstrip('/')}/healthz", None, edge, seen)
     if response is None:
+        return
+    if isinstance(response, str):
+        seen.health.append(HealthSeen(edge.target, alive=False, sentence=response))
         return
     _note_clock(response, edge.target, before, seen)
     alive = response.status_code == httpx.codes.OK
@@ -191,7 +216,7 @@ async def _more(client: httpx.AsyncClient, config: RunConfig, edge: Edge, seen: 
     if edge.target == "trainer" and (found := _LAG.search((await client.get(f"{url}/metrics")).text)):
         value = float(found[1])
         seen.lag = None if math.isnan(value) else value  # NaN before the first update
-    if path := _GUARDED.get(edge.target):
+    if config.auth.token is not None and (path := _GUARDED.get(edge.target)):
         answer = await client.get(f"{url}{path}", headers=_bearer(config.auth.token))
         refused = answer.status_code in _REFUSED
         told = f"answered {answer.status_code}"
@@ -200,9 +225,13 @@ async def _more(client: httpx.AsyncClient, config: RunConfig, edge: Edge, seen: 
 
 async def _get(
     client: httpx.AsyncClient, url: str, key: SecretStr | None, edge: Edge, seen: Observations
-) -> httpx.Response | None:
+) -> httpx.Response | str | None:
+    """The answer; why there is none of a process that was reached, or nothing where the edge itself fails."""
     try:
         response = await client.get(url, headers=_bearer(key))
+    except (httpx.ReadTimeout, httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+        seen.edges.append(Reached(edge))
+        return f"it was reached, and gave no answer: {_words(error)}"
     except httpx.HTTPError as error:
         seen.edges.append(Reached(edge, _words(error)))
         return None
@@ -225,6 +254,11 @@ def _note_clock(response: httpx.Response, whose: str, before: float, seen: Obser
 
 
 def _words(error: BaseException) -> str:
+    match error:
+        case httpx.ConnectTimeout():
+            return "no connection in time"
+        case httpx.ReadTimeout():
+            return "nothing came in time"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 

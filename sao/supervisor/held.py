@@ -11,13 +11,13 @@ from sao.config import RunConfig
 from sao.weights.control import CONTROL_FILE, Control, ControlFile, ControlFileError, Held, Pin
 
 
-def held_notices(config: RunConfig, root: Path) -> list[str]:
-    """What a person should know of it, read now; `root` is the run's folder."""
+def held_notices(config: RunConfig, named: Path) -> list[str]:
+    """What a person should know of it, read now; `named` is what commands call the run: its folder, or a run file."""
     try:
         control = ControlFile(config.versions_dir / CONTROL_FILE).read()
     except ControlFileError as error:
         return [f"WEIGHTS SERVICE CANNOT START: {error}"]
-    return list(_lines(control, shlex.quote(str(root))))
+    return list(_lines(control, shlex.quote(str(named))))
 
 
 def _lines(control: Control, run: str) -> Iterator[str]:

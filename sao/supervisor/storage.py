@@ -29,23 +29,23 @@ class SpoolFiles:
     """Files that a crash or the disk cut short."""
 
 
-def storage_notices(config: RunConfig, root: Path, view: BoardView) -> list[str]:
-    """Everything below, read now; `root` is the run's folder."""
+def storage_notices(config: RunConfig, root: Path, view: BoardView, *, named: Path | None = None) -> list[str]:
+    """Everything below, read now; `root` is the run's folder, `named` what commands call the run, if not that."""
     folder = config.rollout.spool_dir or root / "spool"
     return [
-        *store_notices(view.store_use(), config, root),
+        *store_notices(view.store_use(), config, named or root),
         *spool_notices(look_into(folder, time.time()), folder),
         *lost_notices(root / LOST_FILE),
     ]
 
 
-def store_notices(use: StoreUse | None, config: RunConfig, root: Path) -> list[str]:
+def store_notices(use: StoreUse | None, config: RunConfig, named: Path) -> list[str]:
     """What a person should know of the store and of the dead letters in it; None: it does not answer."""
     if use is None:
         where = _without_password(config.redis.url)
         what = "services wait for it and go on by themselves; is it running, what does its log say"
         return [f"STORE DOES NOT ANSWER at {where}: {what}"]
-    return [*_memory(use, config), *_feedback(use, time.time()), *_dead(use, root)]
+    return [*_memory(use, config), *_feedback(use, time.time()), *_dead(use, named)]
 
 
 def _memory(use: StoreUse, config: RunConfig) -> Iterator[str]:
@@ -65,10 +65,10 @@ def _feedback(use: StoreUse, now_s: float) -> Iterator[str]:
         yield f"{use.feedback.waiting} trajectories wait for feedback, {oldest} (docs/feedback.md)"
 
 
-def _dead(use: StoreUse, root: Path) -> Iterator[str]:
+def _dead(use: StoreUse, named: Path) -> Iterator[str]:
     if kinds := waiting_dead(use.dead):
         by_kind = ", ".join(f"{kind} {count}" for kind, count in kinds.items())
-        listed = f"`sao dead list {shlex.quote(str(root))}` says why"
+        listed = f"`sao dead list {shlex.quote(str(named))}` says why"
         yield f"{sum(kinds.values())} dead letters wait for a decision: {by_kind} ({listed}; docs/dead-letters.md)"
 
 

@@ -89,7 +89,7 @@ def allowed(objects: Sequence[Object]) -> set[Edge]:
     """What the policies of an overlay let through, between any two kinds of pod."""
     policies = [one for one in objects if one["kind"] == "NetworkPolicy"]
     there = peers(objects)
-    ports = {port for one in policies for port in _ports_of(one)}
+    ports = {port for one in policies for port in ports_of(one)}
     found = {
         Edge(pod_name(source), pod_name(target), port)
         for source in there
@@ -116,7 +116,8 @@ def differences(objects: Sequence[Object], overlay: str) -> list[str]:
     ]
 
 
-def _ports_of(policy: Object) -> set[str]:
+def ports_of(policy: Object) -> set[str]:
+    """Every port that a policy's rules name, and `any` for those that name none."""
     rules = [*(policy["spec"].get("ingress") or []), *(policy["spec"].get("egress") or [])]
     return {text for rule in rules for text in (_port_texts(rule) or {ANY})}
 
@@ -144,10 +145,11 @@ def _rule_allows(rule: Mapping[str, Any], way: str, other: Peer, port: str) -> b
     if texts and port not in texts:
         return False
     whom = rule.get("to" if way == "egress" else "from")
-    return whom is None or any(_matches(one, other) for one in whom)
+    return whom is None or any(matches(one, other) for one in whom)
 
 
-def _matches(term: Mapping[str, Any], other: Peer) -> bool:
+def matches(term: Mapping[str, Any], other: Peer) -> bool:
+    """Whether a term under `from` or `to` means this peer; addresses mean nobody that has a name here."""
     if "ipBlock" in term:
         return False
     if "namespaceSelector" in term:

@@ -50,6 +50,15 @@ def test_the_arguments_are_handed_over(
     assert "SAO__TRAINER__EPS_LOW" not in env, "the run's own settings count, not those of this shell"
 
 
+def test_a_run_file_stands_for_the_folder_that_it_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[run]\ndir = "/data/run"\n')
+    calls: list[Sequence[str]] = []
+    monkeypatch.setattr(os, "execve", lambda _path, argv, _env: calls.append(argv))
+    CliRunner().invoke(app, ["replay", str(file), "3"])
+    assert [argv[3:5] for argv in calls] == [["/data/run", "3"]]
+
+
 @pytest.mark.parametrize("given", [["replay"], ["replay", "runs/mine", "seven"], ["replay", "runs/mine", "--often"]])
 def test_wrong_arguments_end_with_2(given: list[str]) -> None:
     assert CliRunner().invoke(app, given).exit_code == 2

@@ -85,13 +85,13 @@ def test_a_protobuf_file_is_one_trajectory(tmp_path: Path) -> None:
     assert line["outcome"]["value"] == 0.75
 
 
-@pytest.mark.parametrize("where", ["run", "url"])
+@pytest.mark.parametrize("where", [".", "run.toml", "http://reward/"])
 def test_a_service_is_asked_under_its_current_preference(
     service: Service, folder: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SAO__AUTH__TOKEN", "s3cret")
     file = written(tmp_path / "texts.jsonl", {"text": TEXT, "prompt": "moon"})
-    result = sao(file, *(["--run-dir", folder] if where == "run" else ["--url", "http://reward/"]))
+    result = sao(file, *(["--url", where] if "http" in where else ["--run-dir", folder / where]))
     assert result.exit_code == 0, result.output
     assert "preference cute, version 1" in result.stdout
     assert "0.7500" in result.stdout

@@ -21,6 +21,7 @@ from sao.doctor.checks import (
     judge,
 )
 from sao.doctor.edges import Edge
+from sao.doctor.names import Resolved
 
 GOOD_STORE = {
     "redis_version": "7.2.4",
@@ -73,6 +74,52 @@ def test_a_dead_edge_is_named_with_its_ends_and_one_without_an_address_is_not_tr
     assert only([dead], Status.FAIL).startswith("edge reward -> valkey: v:6379: ConnectionError: refused; is valkey up")
     assert "ingest.target" in only([checks.edge(Reached(Edge(("rollout",), "ingest", "")))], Status.WARN)
     assert "--service trainer=URL" in only([checks.edge(Reached(Edge(("prometheus",), "trainer", "")))], Status.WARN)
+
+
+UDP, TCP = (Edge(("reward",), "dns", f"10.96.0.10:53/{protocol}") for protocol in ("UDP", "TCP"))
+
+
+def test_a_closed_way_to_the_name_server_is_told_apart_from_a_name_that_nobody_has(config: RunConfig) -> None:
+    store = Edge(("reward",), "valkey", "valkey:6379")
+    nowhere = Resolved("valkey", problem="no such name")
+    answered = Observations(edges=[Reached(UDP), Reached(TCP), Reached(store, unresolved="valkey")], names=[nowhere])
+    found = {check.name: check.status for check in judge(config, answered)}
+    assert found == {
+        "edge reward -> dns 53/UDP": Status.OK,
+        "edge reward -> dns 53/TCP": Status.OK,
+        "edge reward -> valkey": Status.WARN,
+        "name valkey": Status.FAIL,
+    }
+    silent = Observations(
+        edges=[Reached(UDP, "no answer within 2 s"), Reached(TCP), Reached(store, unresolved="valkey")], names=[nowhere]
+    )
+    found = {check.name: check.status for check in judge(config, silent)}
+    assert found["edge reward -> dns 53/UDP"] is Status.FAIL
+    assert found["edge reward -> valkey"] is Status.WARN
+    assert "name valkey" not in found, "the name is not what is wrong"
+
+
+def test_without_tcp_only_long_answers_are_missing(config: RunConfig) -> None:
+    store = Edge(("reward",), "valkey", "valkey:6379")
+    names = [Resolved("valkey", ["10.0.0.1"])]
+    seen = Observations(edges=[Reached(UDP), Reached(TCP, "no answer within 2 s"), Reached(store)], names=names)
+    told = only(judge(config, seen), Status.FAIL)
+    assert told.startswith("edge reward -> dns 53/TCP: 10.96.0.10:53/TCP: no answer within 2 s; ")
+    assert "too long for UDP" in told
+
+
+def test_one_name_server_of_two_that_answers_is_enough_to_blame_the_name(config: RunConfig) -> None:
+    other = Edge(("reward",), "dns", "10.96.0.11:53/UDP")
+    names = [Resolved("valkey", problem="no such name")]
+    seen = Observations(edges=[Reached(UDP, "no answer within 2 s"), Reached(other)], names=names)
+    assert "name valkey" in {check.name for check in judge(config, seen) if check.status is Status.FAIL}
+
+
+def test_an_engine_that_hangs_fails_and_one_that_is_at_work_is_warned_of(config: RunConfig) -> None:
+    hangs = EngineSeen("http://e:1", {}, silent="/model_info: nothing came in time", hangs=True)
+    assert "restart it if it hangs" in only(list(checks.engines(config, [hangs])), Status.FAIL)
+    busy = EngineSeen("http://e:1", {}, silent="/server_info: nothing came in time")
+    assert "it may be loading weights" in only(list(checks.engines(config, [busy])), Status.WARN)
 
 
 def test_a_refused_token_names_its_setting() -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from sao.config import load_run_config
-from sao.doctor.edges import DIALS, Role, edges
+from sao.doctor.edges import DIALS, Role, edges, host_of, hosts, name_edges
 
 PAGE = Path(__file__).parents[4] / "docs" / "architecture.md"
 ROW = re.compile(r"^\| (\w+) \| (\w+) \| \d+/TCP \| everywhere \|", re.MULTILINE)
@@ -38,3 +38,34 @@ def test_a_pod_tries_its_own_edges_alone() -> None:
         "engine",
         "valkey",
     ]
+
+
+def test_who_needs_a_name_asks_each_server_both_ways() -> None:
+    documented = set(re.findall(r"^\| (\w+) \| dns \| (53/\w+) \| everywhere \|", PAGE.read_text(), re.MULTILINE))
+    roles = {role.value for role in Role if role is not Role.PROMETHEUS}
+    assert documented == {(role, f"53/{protocol}") for role in roles for protocol in ("UDP", "TCP")}
+    found = name_edges(K8S, list(Role), ["valkey", "ingest", "rollout"], ["10.96.0.10", "10.96.0.11"])
+    assert {edge.address for edge in found} == {
+        f"10.96.0.1{n}:53/{protocol}" for n in (0, 1) for protocol in ("UDP", "TCP")
+    }
+    assert {edge.sources for edge in found} == {("rollout", "ingest", "reward", "trainer", "weights")}
+    (udp, tcp) = name_edges(K8S, [Role.REWARD], ["valkey", "ingest", "rollout"], ["10.96.0.10"])
+    assert (udp.name, tcp.name) == ("reward -> dns 53/UDP", "reward -> dns 53/TCP")
+
+
+def test_who_needs_no_name_asks_nobody() -> None:
+    assert name_edges(K8S, [Role.PROMETHEUS], ["valkey", "rollout"], ["10.96.0.10"]) == []
+    assert name_edges(K8S, list(Role), [], ["10.96.0.10"]) == [], "all of them are addresses"
+    assert name_edges(K8S, [Role.REWARD], ["rollout"], ["10.96.0.10"]) == [], "it dials no engine"
+
+
+def test_the_hosts_of_each_target() -> None:
+    assert [hosts(K8S, target) for target in ("valkey", "ingest", "engine", "trainer")] == [
+        ["valkey"],
+        ["ingest"],
+        ["rollout"],
+        [],
+    ]
+    fixed = load_run_config(None, ['engine.urls=["http://[::1]:3", "http://e:4"]'], env={})
+    assert hosts(fixed, "engine") == ["::1", "e"]
+    assert [host_of(one) for one in ("http://a:1/x", "a:1", "")] == ["a", "a", ""]
