@@ -28,6 +28,7 @@ from sao.supervisor.tracked import GaveUpError
 from sao.supervisor.valkey import NoValkeyError
 from sao.supervisor.views import View
 from sao.supervisor.watch import StoppedError, Watch
+from sao.telemetry.traces import refuse_without_the_extra
 
 IDENTITY = ("run.name", "run.seed", "task.name", "model", "warm_start", "trainer.algorithm", "group")
 """What makes a run the run it is: a resume may not change it."""
@@ -103,6 +104,7 @@ def refuse_missing_files(config: RunConfig, model: Path, *, there: bool) -> None
 
 def _run(asked: RunConfig, folder: RunFolder, view: View, pending: list[signal.Signals]) -> int:
     refuse_another_run(asked, folder)
+    refuse_without_the_extra(asked)
     resumed = folder.holds_a_run
     config = with_ports(asked, PortChooser())
     own_engines = owns_engines(asked)
