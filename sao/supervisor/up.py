@@ -53,6 +53,7 @@ def up(asked: RunConfig, view: View) -> int:
 
     0 finished, 1 failed, 128 + its number after a signal. Raises ConfigError for a setting that cannot be.
     """
+    refuse_without_the_extra(asked)
     folder = RunFolder(asked.run.dir.expanduser().resolve())
     try:
         with _signals() as pending, folder.locked():
@@ -104,7 +105,6 @@ def refuse_missing_files(config: RunConfig, model: Path, *, there: bool) -> None
 
 def _run(asked: RunConfig, folder: RunFolder, view: View, pending: list[signal.Signals]) -> int:
     refuse_another_run(asked, folder)
-    refuse_without_the_extra(asked)
     resumed = folder.holds_a_run
     config = with_ports(asked, PortChooser())
     own_engines = owns_engines(asked)

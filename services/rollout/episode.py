@@ -204,7 +204,11 @@ class EpisodeRunner:
     async def _act(self, draft: _Draft, stop_token_ids: Sequence[int], max_new_tokens: int) -> Turn:
         with child("generate") as span:
             span.set(turn=len(draft.timings) + 1, prompt_tokens=len(draft.ids))
-            turn = await self._generate(draft, stop_token_ids, max_new_tokens)
+            try:
+                turn = await self._generate(draft, stop_token_ids, max_new_tokens)
+            except EngineError as error:
+                span.fail(error.kind)
+                raise
             span.set(engine=draft.engine_id, tokens=len(turn.token_ids), version=turn.spans[-1].version)
         return turn
 

@@ -23,7 +23,7 @@ def note_update(tracer: Tracer, done: FinishedUpdate, version: str) -> None:
     span = tracer.span(
         "update",
         SpanContext(update.trace_id),
-        start_ns=end_ns - round(done.numbers["update_s"] * 1e9),
+        start_ns=min(round(taken.consumed_s * 1e9) for taken in done.taken),
         links=trained,
         span_id=update.span_id,
         always=True,
