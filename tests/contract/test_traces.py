@@ -11,7 +11,7 @@ import pytest
 from sao.config.schema import TracesSection
 from sao.ids import uuid7
 from sao.telemetry import metrics
-from sao.telemetry.traces.base import Recorded, SpanContext, Tracer, child, context_of, new_context
+from sao.telemetry.traces.base import Recorded, SpanContext, Tracer, carried, child, context_of, new_context
 from sao.telemetry.traces.memory import MemoryTracer
 from sao.telemetry.traces.otlp import OtlpTracer
 from tests.support.otlp import receiver
@@ -106,6 +106,19 @@ async def test_what_happens_inside_hangs_below_in_other_tasks_too(world: World) 
     assert episode.context == root.context
     assert [one.parent_id for one in turns] == [root.context.span_id] * 2
     assert turns[0].context.span_id != turns[1].context.span_id
+
+
+async def test_after_a_span_nothing_hangs_below_it(world: World) -> None:
+    with world.tracer.span("episode", new_context()) as outer:
+        with child("generate"):
+            pass
+        with child("environment"):
+            pass
+    with child("component") as stray:
+        assert not stray.recording
+    assert carried() == ()
+
+    assert [one.parent_id for one in await world.recorded() if one.name != "episode"] == [outer.context.span_id] * 2
 
 
 async def test_what_fails_says_how_that_is_called_and_goes_on_failing(world: World) -> None:
