@@ -37,13 +37,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     mutate: bool = parser.parse_args(argv).mutate
     try:
         rendered: dict[str, list[Object]] = {name: render_overlay(name) for name in OVERLAYS}
-        own = render_with("gpu", ["managed-redis"])
+        own = {
+            "gpu+managed-redis": render_with("gpu", ["managed-redis"]),
+            "gpu-multi+traces": render_with("gpu-multi", ["traces"]),
+        }
         folder, reason = schemas.crds_folder()
         if folder is None:
             sys.stdout.write(f"custom resources are not checked: {reason}\n")
         if mutate:
             return _mutate(rendered, folder)
-        return _check(rendered | {"gpu+managed-redis": own}, folder)
+        return _check(rendered | own, folder)
     except (FileNotFoundError, RenderError, policy.CheckovError, ValueError) as error:
         sys.stderr.write(f"k8s-check: {error}\n")
         return 2

@@ -17,11 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = {
-    "light.lock": (),
-    "reward.lock": ("rest",),
-    "weights.lock": ("rest",),
-    "trainer.lock": ("trainer",),
-    "dev.lock": ("embedded", "report", "rest", "trainer", "dev"),
+    "light.lock": ("traces",),
+    "reward.lock": ("rest", "traces"),
+    "weights.lock": ("rest", "traces"),
+    "trainer.lock": ("traces", "trainer"),
+    "dev.lock": ("embedded", "report", "rest", "traces", "trainer", "dev"),
 }
 """Which extras each lock holds, beside the project's own dependencies."""
 

@@ -644,6 +644,25 @@ class WeightsSection(Section):
     """Wait between looks at the board."""
 
 
+class TracesSection(Section):
+    endpoint: str = ""
+    """OTLP/gRPC endpoint of a collector that takes the spans, http://host:4317 or https://...; empty: no traces. Needs
+    `sao[traces]`."""
+    sample: Fraction = 1.0
+    """Share of the trajectories that is traced; their ids decide, so every service decides alike."""
+    timeout_s: Positive = 5.0
+    """Deadline of one export; what the collector has not taken by then is dropped, and counted."""
+    queue_spans: Annotated[int, Field(ge=2)] = 4096
+    """Spans that wait for the next export, in each process; beyond them they are dropped, and counted."""
+
+    @model_validator(mode="after")
+    def _endpoint_is_an_address(self) -> TracesSection:
+        # Without a user or a password, which logs would show: the exporter takes headers from its own variables.
+        if self.endpoint and not re.fullmatch(r"https?://[^/\s@?#]+", self.endpoint):
+            raise wrong_setting(key="endpoint", reason=f"expected http://host:port, found {self.endpoint!r}")
+        return self
+
+
 class AuthSection(Section):
     token: SecretStr | None = None
     """Bearer token of gRPC and REST; none: no authentication (loopback and tests)."""
@@ -674,6 +693,7 @@ class RunConfig(Section):
     guards: GuardsSection = GuardsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     weights: WeightsSection = WeightsSection()
+    traces: TracesSection = TracesSection()
     auth: AuthSection = AuthSection()
 
     @model_validator(mode="before")

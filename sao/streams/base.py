@@ -81,6 +81,11 @@ class Delivery:
     attempt: int
     """How often this entry has been delivered, counting from 1."""
 
+    @property
+    def added_ms(self) -> int:
+        """Unix time at which the entry came onto its stream, by the store's clock."""
+        return int(self.entry_id.partition("-")[0])
+
 
 LETTER_BYTES = 256
 """What a dead letter counts beside its texts and its payload: the store's own bookkeeping, roughly."""

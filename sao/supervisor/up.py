@@ -28,6 +28,7 @@ from sao.supervisor.tracked import GaveUpError
 from sao.supervisor.valkey import NoValkeyError
 from sao.supervisor.views import View
 from sao.supervisor.watch import StoppedError, Watch
+from sao.telemetry.traces import refuse_without_the_extra
 
 IDENTITY = ("run.name", "run.seed", "task.name", "model", "warm_start", "trainer.algorithm", "group")
 """What makes a run the run it is: a resume may not change it."""
@@ -52,6 +53,7 @@ def up(asked: RunConfig, view: View) -> int:
 
     0 finished, 1 failed, 128 + its number after a signal. Raises ConfigError for a setting that cannot be.
     """
+    refuse_without_the_extra(asked)
     folder = RunFolder(asked.run.dir.expanduser().resolve())
     try:
         with _signals() as pending, folder.locked():

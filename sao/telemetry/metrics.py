@@ -6,12 +6,20 @@ import math
 import shutil
 from pathlib import Path
 
-from prometheus_client import Gauge
+from prometheus_client import Counter, Gauge
 
 TASKS = Gauge("sao_process_tasks", "Tasks of the event loop that have not ended")
 DISK_USED = Gauge(
     "sao_process_disk_used_ratio", "Used share of the file system behind a folder this process writes", ["folder"]
 )
+SPANS_EXPORTED = Counter("sao_process_trace_spans_exported_total", "Spans of traces that the collector took")
+SPANS_DROPPED = Counter(
+    "sao_process_trace_spans_dropped_total",
+    "Spans of traces dropped: the queue was full, the collector did not take them, or the process ended",
+    ["reason"],
+)
+for _reason in ("queue_full", "export_failed", "closed"):
+    SPANS_DROPPED.labels(_reason)
 
 
 def watch_disk(folder: str, path: Path) -> None:

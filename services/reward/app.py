@@ -24,6 +24,7 @@ from sao.streams.base import TrajectoryStreams
 from sao.tasks import TaskLoadError, load_task
 from sao.tasks.base import OffersPreferences, Task
 from sao.tasks.tiny_tokenizer import VocabularyError, tokenizer_of_run
+from sao.telemetry import traces
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from sao.telemetry.routes import TELEMETRY_PATHS, answer
@@ -73,12 +74,15 @@ def wire(
     streams: TrajectoryStreams,
     health: Health,
     scorers: Sequence[ComponentScorer] = (),
+    tracer: traces.Tracer = traces.OFF,
 ) -> RewardService:
     """Everything over one store and one run folder; ConfigError where two compute a component of the same name."""
     settings, run_dir = config.reward, config.run.dir
     catalogue = Catalogue(task, settings, scorers)
     keeper = Keeper(board, PreferenceFolder(run_dir), min_seconds=settings.preference_min_seconds)
-    desk = Desk(streams.room, board.preference, settings.feedback) if settings.feedback is not None else None
+    desk = None
+    if settings.feedback is not None:
+        desk = Desk(streams.room, board.preference, settings.feedback, tracer=tracer)
     alarms = AlarmWatch(Alarms(settings.alarms)) if settings.alarms.enabled else None
     current = partial(patiently, board.preference)
     scorer = TrajectoryScorer(task, tokenizer, current, settings, scorers=scorers, alarms=alarms)
@@ -90,7 +94,7 @@ def wire(
     if desk is not None:
         routers.append(FeedbackRoutes(desk, streams, tokenizer).router())
     app = create_app(task, catalogue, health, config.auth.token, routers)
-    consumer = Consumer(streams, scorer, settings, health, desk=desk)
+    consumer = Consumer(streams, scorer, settings, health, desk=desk, tracer=tracer)
     return RewardService(app, catalogue, consumer, keeper, desk)
 
 
@@ -153,12 +157,15 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     except (TaskLoadError, VocabularyError) as error:
         raise ConfigError(key="task.name", message=str(error)) from error
     settings = config.reward
+    tracer = traces.connect(config, "reward")
     scorers = connect_scorers(config)
     streams, board = sao.streams.connect(config), sao.board.connect(config)
     slowest_s = max([settings.component_timeout_s, *(scorer.deadline_s for scorer in scorers)])
     health = Health(stalled_after_s=max(60.0, 3 * slowest_s))
     try:
-        service = wire(config, task, tokenizer, board=board, streams=streams, health=health, scorers=scorers)
+        service = wire(
+            config, task, tokenizer, board=board, streams=streams, health=health, scorers=scorers, tracer=tracer
+        )
         await patiently(service.keeper.once)
         await ensure_preference(board, config.preference, service.catalogue, settings.bounds)
         server = Server(service.app, grace_s=2)
@@ -172,6 +179,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
             await one.close()
         await streams.close()
         await board.close()
+        await tracer.close()
 
 
 async def _together(

@@ -26,10 +26,12 @@ from sao.outcome import OUTCOME, InfraFailed, Invalid, RewardOutcome, Scored, Ti
 from sao.streams.base import Delivery, StreamName, TrajectoryStreams
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
+from sao.telemetry.traces import OFF, Span, Tracer
 from services.reward import metrics
 from services.reward.feedback.desk import Desk
 from services.reward.retry import patiently
 from services.reward.scorer import TrajectoryScorer, Unfinished
+from services.reward.tracing import begun, note_outcome
 
 BLOCK_MS = 100
 """Longest wait for one read, and so for noticing the stop."""
@@ -52,6 +54,7 @@ class Consumer:
         *,
         desk: Desk | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tracer: Tracer = OFF,
     ) -> None:
         self._streams = streams
         self._desk = desk
@@ -60,6 +63,7 @@ class Consumer:
         self._name = settings.consumer
         self._health = health
         self._clock = clock
+        self._tracer = tracer
         self._in_flight: dict[str, Delivery] = {}
         self._waiting: set[str] = set()
         self._freed = asyncio.Event()
@@ -119,18 +123,23 @@ class Consumer:
 
     async def _handle(self, delivery: Delivery) -> None:
         try:
-            outcome = await self._outcome(delivery)
-            if isinstance(outcome, Unfinished):
-                await self._park(delivery.trajectory_id, outcome)
-            else:
-                metrics.OUTCOMES.labels(outcome.kind).inc()
-                await self._dispose(self._in_flight[delivery.trajectory_id], outcome)
+            with begun(self._tracer, delivery) as span:
+                await self._score(delivery, span)
             self._health.progress()
         finally:
             del self._in_flight[delivery.trajectory_id]
             self._waiting.discard(delivery.trajectory_id)
             self._freed.set()
             self._note_work()
+
+    async def _score(self, delivery: Delivery, span: Span) -> None:
+        outcome = await self._outcome(delivery)
+        note_outcome(span, outcome)
+        if isinstance(outcome, Unfinished):
+            await self._park(delivery.trajectory_id, outcome)
+        else:
+            metrics.OUTCOMES.labels(outcome.kind).inc()
+            await self._dispose(self._in_flight[delivery.trajectory_id], outcome)
 
     def _note_waiting(self, trajectory_id: str) -> None:
         self._waiting.add(trajectory_id)

@@ -24,6 +24,7 @@ from sao.outcome import InfraFailed, Invalid, RewardOutcome, Scored, TimedOut, k
 from sao.preference import MissingComponentError, Preference, PreferenceDocument
 from sao.tasks.base import Scorer, SeparatelyScored, Task, UnscorableError
 from sao.telemetry.logs import get_logger
+from sao.telemetry.traces import child
 from sao.tokenizer import Tokenizer
 from sao.trajectory import Trajectory
 from sao.v1 import trajectory_pb2 as pb
@@ -218,9 +219,12 @@ async def _typed(
     name: str, deadline_s: float, trajectory_id: str, call: Awaitable[Mapping[str, float]]
 ) -> Mapping[str, float] | Failure:
     """What the call gives, or how it failed; counted and timed either way."""
-    with metrics.COMPONENT_SECONDS.labels(name).time():
+    with metrics.COMPONENT_SECONDS.labels(name).time(), child("component") as span:
         found = await _outcome_of(name, deadline_s, trajectory_id, call)
-    kind = "scored" if isinstance(found, Mapping) else found.kind
+        kind = "scored" if isinstance(found, Mapping) else found.kind
+        span.set(component=name, outcome=kind)
+        if not isinstance(found, Mapping):
+            span.fail(kind)
     metrics.COMPONENT_OUTCOMES.labels(name, kind).inc()
     return found
 

@@ -15,6 +15,7 @@ from sao.endings import end
 from sao.routing import RoutingShape, replayed_routing
 from sao.tasks import load_task
 from sao.tasks.prompts import load_prompts, prompt_for
+from sao.telemetry import traces
 from sao.telemetry.health import Health
 from sao.telemetry.http import TelemetryServer
 from sao.telemetry.metrics import watch_disk
@@ -39,6 +40,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     # Where ingest binds, metrics bind: a run on loopback shows nothing to the network.
     telemetry = TelemetryServer(health, config.ingest.bind, config.rollout.metrics_port)
     telemetry.start()
+    tracer = traces.connect(config, "rollout")
     board = boards.connect(config)
     try:
         store = FileSystemVersionStore(config.versions_dir, min_free_bytes=0)
@@ -53,7 +55,9 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         spool = make_spool(config)
         await spool.open()
         async with open_channel(config) as channel:
-            worker, publisher = _worker(config, channel, rotation, tokenizer, health, spool=spool, routing=routing)
+            worker, publisher = _worker(
+                config, channel, rotation, tokenizer, health, spool=spool, routing=routing, tracer=tracer
+            )
             health.set_ready(True)
             try:
                 async with asyncio.TaskGroup() as group:
@@ -68,6 +72,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
                 await rotation.close()
     finally:
         await board.close()
+        await tracer.close()
         telemetry.close()
 
 
@@ -109,6 +114,7 @@ def _worker(
     *,
     spool: Spool,
     routing: RoutingShape | None,
+    tracer: traces.Tracer,
 ) -> tuple[Worker, Publisher]:
     rollout = config.rollout
     task = load_task(config.task.name)
@@ -130,6 +136,7 @@ def _worker(
         ),
         routing=routing,
         salted=config.weights.mode == "in_place",
+        tracer=tracer,
     )
     call_timeout_s = 2 * config.redis.timeout_s
     publisher = Publisher(
@@ -138,6 +145,7 @@ def _worker(
         attempts=rollout.publish_attempts,
         call_timeout_s=call_timeout_s,
         metadata=metadata,
+        tracer=tracer,
     )
     worker = Worker(
         rollout.worker_id,

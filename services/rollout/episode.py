@@ -19,6 +19,7 @@ from sao.ids import uuid7
 from sao.routing import RoutingShape
 from sao.tasks.base import Episode, Observation, Prompt, Task
 from sao.telemetry.logs import get_logger
+from sao.telemetry.traces import OFF, Span, Tracer, child, context_of
 from sao.threads import DaemonThreads
 from sao.tokenizer import Tokenizer
 from sao.v1 import ingest_pb2
@@ -97,6 +98,7 @@ class EpisodeRunner:
         limits: EpisodeLimits,
         routing: RoutingShape | None = None,
         salted: bool = False,
+        tracer: Tracer = OFF,
     ) -> None:
         """`routing`: of the record that the engines send with each turn; None: they send none.
 
@@ -111,6 +113,7 @@ class EpisodeRunner:
         self._limits = limits
         self._row_bytes = routing.row_bytes if routing is not None else 0
         self._salted = salted
+        self._tracer = tracer
         self._threads = DaemonThreads(_ENVIRONMENT_THREADS, name="environment")
 
     async def play(self, lease: ingest_pb2.PromptLease, attempt: int) -> ingest_pb2.PublishRequest:
@@ -119,13 +122,22 @@ class EpisodeRunner:
         Raises EngineError when a turn failed (the attempt is worth nothing), UnplayableError.
         """
         trajectory_id = uuid7()
+        with self._tracer.span("episode", context_of(trajectory_id)) as span:
+            span.set(task=self._task.name, ordinal=lease.ordinal, sample=lease.sample, attempt=attempt)
+            request = await self._played(lease, attempt, trajectory_id, span.traceparent)
+            _note_episode(span, request.trajectory)
+        return request
+
+    async def _played(
+        self, lease: ingest_pb2.PromptLease, attempt: int, trajectory_id: str, traceparent: str
+    ) -> ingest_pb2.PublishRequest:
         started = time.monotonic()
         prompt = self._prompt_of(lease.ordinal)
         environment, prompt_ids = self._begin(prompt)
         draft = _Draft(list(prompt_ids), row_bytes=self._row_bytes)
         finish = await self._turns(draft, environment, trajectory_id)
         metrics.EPISODE_SECONDS.observe(time.monotonic() - started)
-        metrics.EPISODES.labels(pb.FinishReason.Name(finish).removeprefix("FINISH_REASON_").lower()).inc()
+        metrics.EPISODES.labels(_name_of(finish)).inc()
         _count_tokens(prompt_ids, draft.segments)
         trajectory = pb.Trajectory(
             id=trajectory_id,
@@ -144,7 +156,7 @@ class EpisodeRunner:
             turns=draft.timings,
             task_payload_json=json.dumps(dict(environment.task_payload), separators=(",", ":")),
             lease_id=lease.lease_id,
-            traceparent=f"00-{uuid.UUID(trajectory_id).hex}-{uuid.uuid4().hex[:16]}-01",
+            traceparent=traceparent,
         )
         routes = completed(draft.routes, len(draft.ids), self._row_bytes)
         return ingest_pb2.PublishRequest(trajectory=trajectory, routed_experts=routes)
@@ -190,6 +202,17 @@ class EpisodeRunner:
         raise ValueError(msg)
 
     async def _act(self, draft: _Draft, stop_token_ids: Sequence[int], max_new_tokens: int) -> Turn:
+        with child("generate") as span:
+            span.set(turn=len(draft.timings) + 1, prompt_tokens=len(draft.ids))
+            try:
+                turn = await self._generate(draft, stop_token_ids, max_new_tokens)
+            except EngineError as error:
+                span.fail(error.kind)
+                raise
+            span.set(engine=draft.engine_id, tokens=len(turn.token_ids), version=turn.spans[-1].version)
+        return turn
+
+    async def _generate(self, draft: _Draft, stop_token_ids: Sequence[int], max_new_tokens: int) -> Turn:
         limit = self._limits.turn_timeout_s
         started_s = time.time()
         async with self._rotation.turn(timeout_s=limit, prefer=draft.engine_id or None) as engine:
@@ -215,11 +238,30 @@ class EpisodeRunner:
     async def _observe(self, environment: Episode, turn: Turn, trajectory_id: str) -> Observation | None:
         """The environment's answer; None when it broke or passed its deadline."""
         try:
-            async with asyncio.timeout(self._limits.turn_timeout_s):
-                return await self._threads.run(partial(environment.observe, turn.token_ids))
+            with child("environment"):
+                async with asyncio.timeout(self._limits.turn_timeout_s):
+                    return await self._threads.run(partial(environment.observe, turn.token_ids))
         except Exception:
             log.exception("environment failed", trajectory=trajectory_id, task=self._task.name)
             return None
+
+
+def _name_of(finish: pb.FinishReason.ValueType) -> str:
+    return pb.FinishReason.Name(finish).removeprefix("FINISH_REASON_").lower()
+
+
+def _note_episode(span: Span, trajectory: pb.Trajectory) -> None:
+    actions = [segment for segment in trajectory.segments if segment.kind == pb.SEGMENT_KIND_ACTION]
+    span.set(
+        worker=trajectory.worker_id,
+        engine=trajectory.engine_id,
+        turns=len(actions),
+        tokens=len(trajectory.prompt_token_ids) + sum(len(segment.token_ids) for segment in trajectory.segments),
+        action_tokens=sum(len(segment.token_ids) for segment in actions),
+        finish=_name_of(trajectory.finish_reason),
+        version_first=actions[0].versions[0].version,
+        version_last=actions[-1].versions[-1].version,
+    )
 
 
 def _count_tokens(prompt_ids: Sequence[int], segments: Sequence[pb.Segment]) -> None:

@@ -27,6 +27,7 @@ import grpc.aio
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt
 
 from sao.telemetry.logs import get_logger
+from sao.telemetry.traces import OFF, Span, Tracer, carried, context_of
 from sao.v1 import ingest_pb2 as pb
 from services.rollout import metrics
 from services.rollout.ingest_client import retry_after_s
@@ -89,6 +90,7 @@ class Publisher:
         call_timeout_s: float,
         metadata: tuple[tuple[str, str], ...] = (),
         sleep: Callable[[float], Any] = asyncio.sleep,
+        tracer: Tracer = OFF,
     ) -> None:
         self._stub = stub
         self._spool = spool
@@ -96,6 +98,7 @@ class Publisher:
         self._call_timeout_s = call_timeout_s
         self._metadata = metadata
         self._sleep = sleep
+        self._tracer = tracer
         self._in_hand: set[str] = set()
         self._left = bool(spool.ids())
         """By an earlier process, and not yet offered once."""
@@ -114,7 +117,7 @@ class Publisher:
 
     async def publish(self, request: pb.PublishRequest) -> PublishResult:
         """Spool it, then offer it until the table above has an answer; AioRpcError for its last row."""
-        with self._holding(request.trajectory.id), metrics.PUBLISH_SECONDS.time():
+        with self._holding(request.trajectory.id), metrics.PUBLISH_SECONDS.time(), self._span(request) as span:
             try:
                 await self._spool.put(request)
                 while (result := await self._offer(request)) is PublishResult.SPOOLED:
@@ -127,6 +130,7 @@ class Publisher:
                     metrics.PUBLISHED.labels("lost").inc()
                     log.exception("trajectory is lost, its prompt is played again", trajectory=request.trajectory.id)
                 raise
+            span.set(outcome=result.value)
         metrics.PUBLISHED.labels(result.value).inc()
         return result
 
@@ -156,10 +160,15 @@ class Publisher:
             request = await self._spool.get(trajectory_id)
             if request is None:
                 return None
-            result = await self._offer(request)
+            with self._span(request) as span:
+                result = await self._offer(request)
+                span.set(outcome=result.value)
         if result is not PublishResult.SPOOLED:
             metrics.PUBLISHED.labels(result.value).inc()
         return result
+
+    def _span(self, request: pb.PublishRequest) -> Span:
+        return self._tracer.span("publish", context_of(request.trajectory.id, request.trajectory.traceparent))
 
     @contextlib.contextmanager
     def _holding(self, trajectory_id: str) -> Iterator[None]:
@@ -194,7 +203,8 @@ class Publisher:
         return result
 
     async def _call(self, request: pb.PublishRequest) -> PublishResult:
-        response = await self._stub.Publish(request, timeout=self._call_timeout_s, metadata=self._metadata)
+        metadata = (*self._metadata, *carried())
+        response = await self._stub.Publish(request, timeout=self._call_timeout_s, metadata=metadata)
         return _RESULTS[response.status]
 
     async def _bury(self, request: pb.PublishRequest, error: grpc.aio.AioRpcError) -> None:

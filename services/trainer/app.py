@@ -28,6 +28,7 @@ from sao.slots import Slots
 from sao.streams.base import TrajectoryStreams
 from sao.tasks import load_task
 from sao.tasks.prompt_files import load_prompts
+from sao.telemetry import traces
 from sao.telemetry.health import Health
 from sao.telemetry.http import TelemetryServer
 from sao.telemetry.logs import get_logger
@@ -73,14 +74,24 @@ async def serve(config: RunConfig, stop: asyncio.Event) -> None:
     telemetry = TelemetryServer(health, config.ingest.bind, config.trainer.metrics_port)
     log.info("telemetry", port=telemetry.start())
     try:
+        tracer = traces.connect(config, "trainer")
         async with _stores(config) as (streams, board):
-            await _train(config, stop, streams, board, health)
+            try:
+                await _train(config, stop, streams, board, health, tracer=tracer)
+            finally:
+                await tracer.close()
     finally:
         telemetry.close()
 
 
 async def _train(
-    config: RunConfig, stop: asyncio.Event, streams: TrajectoryStreams, board: Board, health: Health
+    config: RunConfig,
+    stop: asyncio.Event,
+    streams: TrajectoryStreams,
+    board: Board,
+    health: Health,
+    *,
+    tracer: traces.Tracer,
 ) -> None:
     checkpoints = CheckpointStore(
         config.run.dir / "checkpoints",
@@ -127,6 +138,7 @@ async def _train(
         drops=drops,
         defer_consumed=config.algorithm.synchronous,
         reward_range=reward_range(config),
+        tracer=tracer,
     )
     consumer.requeue(await lost_work(archive, progress, streams, drops.let_go()))
     publisher = Publisher(
@@ -145,7 +157,18 @@ async def _train(
         log.info("state", update=progress.update, restored=_place(restored), epoch=claim.epoch)
         batcher = batcher_of(config, consumer)
         parts = Parts(
-            config, ranks, streams, board, consumer, batcher, publisher, checkpoints, archive, health, claim.epoch
+            config,
+            ranks,
+            streams,
+            board,
+            consumer,
+            batcher,
+            publisher,
+            checkpoints,
+            archive,
+            health,
+            claim.epoch,
+            tracer,
         )
         await TrainerLoop(parts, progress).run(stop)
 

@@ -34,6 +34,7 @@ from sao.slots import Slots
 from sao.streams.base import FORGOTTEN, Delivery, StreamName, TrajectoryStreams
 from sao.streams.dispatch import slot_of
 from sao.telemetry.logs import get_logger
+from sao.telemetry.traces import OFF, TRACEPARENT, SpanContext, Tracer, context_of
 from sao.trajectory import Trajectory
 from sao.v1 import trajectory_pb2 as pb
 from services.trainer import metrics
@@ -136,6 +137,10 @@ def _entry_of(delivery: Delivery | None) -> str:
     return delivery.entry_id if delivery is not None else ""
 
 
+def _place_of(trajectory: Trajectory) -> SpanContext:
+    return context_of(trajectory.id, trajectory.message.traceparent)
+
+
 class _DamagedError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         self.reason = reason
@@ -161,6 +166,7 @@ class Consumer:
         defer_consumed: bool = False,
         reward_range: tuple[float, float] = (-math.inf, math.inf),
         clock: Callable[[], float] = time.time,
+        tracer: Tracer = OFF,
     ) -> None:
         self._streams = streams
         self._board = board
@@ -170,6 +176,7 @@ class Consumer:
         self._restored = set(restored)
         self._in_hand: dict[str, Delivery] = {}
         self._clock = clock
+        self._tracer = tracer
         self._archived: dict[str, Archived] = {}
         """By id, until each is held or dropped."""
         self._versions: dict[str, VersionRecord] = {}
@@ -250,7 +257,11 @@ class Consumer:
         deliveries = await self._streams.read(StreamName.SCORED, CONSUMER, count=1, block_ms=block_ms)
         if not deliveries:
             return None
-        return await self._open_up(deliveries[0])
+        found = await self._open_up(deliveries[0])
+        if isinstance(found, Refused):
+            below = context_of(found.trajectory_id, deliveries[0].fields.get(TRACEPARENT, ""))
+            self._note_end(below, deliveries[0], found)
+        return found
 
     async def hold(self, arrived: Arrived) -> None:
         """Keep it until it is judged: consumed (with `defer_consumed` not yet), known when an outage delivers it again.
@@ -271,7 +282,10 @@ class Consumer:
     async def drop(self, found: Arrived | Taken, reason: str) -> Refused:
         """Let go of what arrived or was taken and cannot train."""
         delivery = found.delivery if isinstance(found, Arrived) else None
-        return await self._drop(found.trajectory, self._in_hand.get(found.trajectory.id, delivery), reason)
+        held = self._in_hand.get(found.trajectory.id, delivery)
+        refused = await self._drop(found.trajectory, held, reason)
+        self._note_end(_place_of(found.trajectory), held, refused)
+        return refused
 
     async def _open_up(self, delivery: Delivery) -> Arrived | Refused:
         if delivery.trajectory_id in self._in_hand:
@@ -369,6 +383,12 @@ class Consumer:
 
     async def judge(self, arrived: Arrived, position: Position) -> Taken | Refused:
         """Whether it trains now, with which reward and which of its tokens; what is refused has been dealt with."""
+        delivery = self._in_hand.get(arrived.trajectory.id, arrived.delivery)
+        found = await self._judge(arrived, position)
+        self._note_end(_place_of(arrived.trajectory), delivery, found)
+        return found
+
+    async def _judge(self, arrived: Arrived, position: Position) -> Taken | Refused:
         trajectory, outcome = arrived.trajectory, arrived.outcome
         delivery = self._in_hand.get(trajectory.id, arrived.delivery)
         try:
@@ -463,6 +483,17 @@ class Consumer:
             self._forgone.add(delivery.trajectory_id)
         log.error("buried", trajectory=delivery.trajectory_id, reason=reason, detail=detail)
         return Refused(delivery.trajectory_id, reason)
+
+    def _note_end(self, below: SpanContext, delivery: Delivery | None, found: Taken | Refused) -> None:
+        """In the trajectory's trace: how long its entry waited here, and what was decided about it."""
+        start_ns = delivery.added_ms * 1_000_000 if delivery is not None else None
+        span = self._tracer.span("consume", below, start_ns=start_ns)
+        match found:
+            case Taken():
+                span.set(outcome="taken", lag=found.lag)
+            case Refused():
+                span.set(outcome="refused", reason=found.reason)
+        span.end()
 
     def _lags(self, trajectory: Trajectory, position: Position) -> dict[str, int]:
         lineage = Lineage(self._versions)

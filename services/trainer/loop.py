@@ -26,6 +26,7 @@ from sao.rows import CRITIC_ONLY
 from sao.streams.base import FencedError, StoreEmptiedError, StreamName, StreamUnavailableError, TrajectoryStreams
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
+from sao.telemetry.traces import OFF, Tracer
 from services.trainer import metrics
 from services.trainer.batcher import Batcher
 from services.trainer.cadence import Cadence
@@ -39,6 +40,7 @@ from services.trainer.ranks import Ranks
 from services.trainer.records import FinishedUpdate, append_row, finite, summary
 from services.trainer.recovery import recent_metrics, recent_values
 from services.trainer.schedule import Gate, Phase, Pretraining, Schedule
+from services.trainer.tracing import note_update, note_version
 
 log = get_logger(__name__)
 
@@ -65,6 +67,7 @@ class Parts:
     archive: Archive
     health: Health
     epoch: int
+    tracer: Tracer = OFF
 
 
 @contextlib.contextmanager
@@ -259,6 +262,7 @@ class TrainerLoop:
         version = await self._publish() if self._publish_due(stats) else ""
         append_row(self._config.run.dir / "updates.jsonl", done.row(version, dict(parts.consumer.dropped)))
         self._show(done)
+        note_update(parts.tracer, done, version)
         await self._tell(TrainerState.TRAINING)
 
     def _follow_preference(self, done: FinishedUpdate) -> None:
@@ -385,6 +389,7 @@ class TrainerLoop:
         """The new version's name, or nothing when the weights are not finite (engines keep the last good ones)."""
         parts = self._parts
         parent = await self._known_ancestor() if starting else self._version
+        began_ns = time.time_ns()
         try:
             with _busy("publish"):
                 state = parts.ranks.policy_state()
@@ -399,6 +404,7 @@ class TrainerLoop:
         self._version = record.name
         self._cadence.published(self._update, self._clock())
         parts.consumer.know(record)
+        note_version(parts.tracer, self._config.run.name, record, began_ns)
         return record.name
 
     async def _known_ancestor(self) -> str | None:

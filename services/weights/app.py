@@ -20,6 +20,7 @@ from sao.endings import end
 from sao.problems import Bearer, install
 from sao.rest import Server
 from sao.streams.base import FencedError, StreamUnavailableError
+from sao.telemetry import traces
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
 from sao.telemetry.routes import TELEMETRY_PATHS, answer
@@ -104,7 +105,13 @@ def build_discovery(config: RunConfig) -> Discovery:
 
 
 def build_fleet(
-    config: RunConfig, board: Board, store: VersionStore, health: Health, claim: Claim | None = None
+    config: RunConfig,
+    board: Board,
+    store: VersionStore,
+    health: Health,
+    claim: Claim | None = None,
+    *,
+    tracer: traces.Tracer = traces.OFF,
 ) -> tuple[Fleet, Slots, Callable[[EngineControl], Keeper]]:
     """A fleet without engines, and what makes a keeper for one."""
     drift = config.weights.canary_drift_max
@@ -126,7 +133,7 @@ def build_fleet(
     )
     tolerance = tolerance_for(config)
     slots = Slots(config.weights.engines_out_max, hold_s=_STALL_ROUNDS * config.weights.step_timeout_s)
-    return fleet, slots, lambda engine: Keeper(engine, fleet, settings, tolerance, health, slots=slots)
+    return fleet, slots, lambda engine: Keeper(engine, fleet, settings, tolerance, health, slots=slots, tracer=tracer)
 
 
 def build_keepers(
@@ -161,11 +168,12 @@ def _first(group: ExceptionGroup[FencedError]) -> FencedError:
 
 async def main(config: RunConfig, stop: asyncio.Event) -> None:
     """Serve REST and keep every engine at the newest version until told to stop."""
+    tracer = traces.connect(config, "weights")
     board = sao.board.connect(config)
     store = FileSystemVersionStore(config.versions_dir, config.checkpoint.free_space_mb << 20)
     health = Health(stalled_after_s=_STALL_ROUNDS * config.weights.step_timeout_s)
     claim = Claim(board, config.versions_dir / EPOCHS_FOLDER, owner=this_process())
-    fleet, slots, keeper_for = build_fleet(config, board, store, health, claim)
+    fleet, slots, keeper_for = build_fleet(config, board, store, health, claim, tracer=tracer)
     discovery = build_discovery(config)
     members = Members(discovery, fleet, slots, make_engine=partial(build_engine, config), make_keeper=keeper_for)
     metrics.ENGINES_QUARANTINED.set_function(
@@ -199,3 +207,4 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     finally:
         await members.close()
         await board.close()
+        await tracer.close()

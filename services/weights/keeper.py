@@ -31,6 +31,7 @@ from sao.board.base import EngineFacts, EngineState
 from sao.streams.base import StreamUnavailableError
 from sao.telemetry.health import Health
 from sao.telemetry.logs import get_logger
+from sao.telemetry.traces import OFF, Tracer, context_of_version
 from sao.weights.base import IncompleteVersionError, VersionStoreError
 from sao.weights.manifest import Manifest
 from services.weights import metrics
@@ -96,6 +97,7 @@ class Keeper:
         slots: Slots | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        tracer: Tracer = OFF,
     ) -> None:
         """`slots`: shared with the other keepers; None for an engine that is alone."""
         self._engine = engine
@@ -106,6 +108,7 @@ class Keeper:
         self._health = health
         self._clock = clock
         self._wall_clock = wall_clock
+        self._tracer = tracer
         self._failures: dict[str, int] = {}
         self._given_up: dict[str, _GivenUp] = {}
         self._times_given_up: Counter[str] = Counter()
@@ -379,7 +382,9 @@ class Keeper:
         try:
             if undefined:  # it may have been started anew since it was met
                 is_tested(engine_id, await self._engine.server_release())
-            verified = await attempt.run(resume_first=undefined)
+            with self._tracer.span("round", context_of_version(manifest.run, version), always=True) as span:
+                span.set(engine=engine_id, version=version, update=manifest.update)
+                verified = await attempt.run(resume_first=undefined)
         except VerificationError as error:
             self._fleet.ended(engine_id, version, error=str(error))
             metrics.ROUNDS.labels(engine_id, "unproven").inc()

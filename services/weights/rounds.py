@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sao.board.base import EngineState
+from sao.telemetry.traces import child
 from sao.weights.manifest import Manifest
 from services.weights import metrics
 from services.weights.canary import CanaryError, Tolerance, differences, probe_prompt
@@ -254,5 +255,7 @@ class Round:
 @contextmanager
 def _timed(step: str) -> Iterator[None]:
     started = time.monotonic()
-    yield
+    with child("step") as span:
+        span.set(step=step)
+        yield
     metrics.STEP_SECONDS.labels(step).observe(time.monotonic() - started)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from sao.config import RunConfig, load_run_config
 from sao.invariants import Limits
 from sao.streams.base import StreamFullError, StreamUnavailableError, TrajectoryStreams
 from sao.streams.memory import MemoryStreams
+from sao.telemetry.traces import OFF, Tracer
 from services.rollout.ingest.app import limits_for, make_server, make_servicer
 from services.rollout.ingest.leases.base import LeaseLedger
 from services.rollout.ingest.leases.memory import MemoryLeaseLedger
@@ -60,13 +61,20 @@ async def announce(board: Board, *versions: str) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: RunConfig, streams: TrajectoryStreams, board: Board, ledger: LeaseLedger, *, opened: bool = True
+    config: RunConfig,
+    streams: TrajectoryStreams,
+    board: Board,
+    ledger: LeaseLedger,
+    *,
+    opened: bool = True,
+    announced: Sequence[str] = VERSIONS,
+    tracer: Tracer = OFF,
 ) -> AsyncIterator[Ingest]:
-    """The ingest on a free port, open unless told otherwise, with VERSIONS on the board."""
+    """The ingest on a free port, open unless told otherwise, with these versions announced."""
     if await board.epoch() == 0:
         await board.new_trainer_epoch()
-    await announce(board, *VERSIONS)
-    servicer = make_servicer(config, streams=streams, board=board, ledger=ledger)
+    await announce(board, *announced)
+    servicer = make_servicer(config, streams=streams, board=board, ledger=ledger, tracer=tracer)
     limits = limits_for(config, VOCAB, ROUTING if config.trainer.routing_replay else None)
     if opened:
         servicer.open(limits)

@@ -20,6 +20,7 @@ from sao.tasks.base import Task
 from sao.tasks.calculator import Calculator
 from sao.tasks.tiny_tokenizer import tokenizer_of_run
 from sao.telemetry.health import Health
+from sao.telemetry.traces import OFF, Tracer
 from services.reward.app import create_app
 from services.reward.catalogue import Catalogue
 from services.reward.consumer import Consumer
@@ -50,12 +51,13 @@ class Reception:
     claim_idle_s: float = 30.0
     room: WaitingRoom | None = None
     """Another view of the streams' room, where a test wants one."""
+    tracer: Tracer = OFF
 
     @property
     def desk(self) -> Desk:
         """A new one every time: all that lasts is in the store."""
         room = self.room or self.streams.room
-        return Desk(room, self.board.preference, self.settings, wall_clock=lambda: self.now_s)
+        return Desk(room, self.board.preference, self.settings, wall_clock=lambda: self.now_s, tracer=self.tracer)
 
     def client(self) -> httpx.AsyncClient:
         """To the REST interface."""
@@ -74,7 +76,7 @@ class Reception:
         scorer = TrajectoryScorer(self.task, TOKENIZER, self.board.preference, settings, wall_clock=lambda: self.now_s)
         stop = asyncio.Event()
         running = asyncio.ensure_future(
-            Consumer(self.streams, scorer, settings, Health(60.0), desk=self.desk).run(stop)
+            Consumer(self.streams, scorer, settings, Health(60.0), desk=self.desk, tracer=self.tracer).run(stop)
         )
         try:
             yield

@@ -15,6 +15,7 @@ from sao.preference import PreferenceDocument
 from sao.routing import RoutingShape
 from sao.tasks.base import Episode, Observation, Prompt, Task
 from sao.telemetry.health import Health
+from sao.telemetry.traces import OFF, Tracer
 from sao.tokenizer import Tokenizer
 from sao.trajectory import Trajectory
 from services.rollout.engines.base import Engine
@@ -111,6 +112,7 @@ def make_runner(
     run: str = "run",
     routing: RoutingShape | None = None,
     salted: bool = False,
+    tracer: Tracer = OFF,
 ) -> EpisodeRunner:
     return EpisodeRunner(
         run=run,
@@ -122,6 +124,7 @@ def make_runner(
         limits=limits,
         routing=routing,
         salted=salted,
+        tracer=tracer,
     )
 
 
@@ -153,17 +156,19 @@ async def working(
     limits: EpisodeLimits = LIMITS,
     spool_bytes: int = 2**20,
     attempts: int = 3,
+    plays: Task | None = None,
+    tracer: Tracer = OFF,
 ) -> AsyncIterator[Running]:
     """A worker at work until the block ends."""
     stop = asyncio.Event()
     health = Health(stalled_after_s=60)
     rotation = Rotation(ingest.board, engines, refresh_s=0.005)
     spool = await open_spool(folder, max_bytes=spool_bytes)
-    publisher = Publisher(ingest.stub, spool=spool, attempts=attempts, call_timeout_s=5.0)
+    publisher = Publisher(ingest.stub, spool=spool, attempts=attempts, call_timeout_s=5.0, tracer=tracer)
     worker = Worker(
         "worker-0",
         stub=ingest.stub,
-        runner=make_runner(rotation, limits=limits, run=ingest.config.run.name),
+        runner=make_runner(rotation, task=plays, limits=limits, run=ingest.config.run.name, tracer=tracer),
         rotation=rotation,
         publisher=publisher,
         health=health,

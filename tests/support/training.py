@@ -25,6 +25,7 @@ from sao.slots import Slots
 from sao.streams.base import StreamName, TrajectoryStreams, routed_experts_key
 from sao.streams.memory import MemoryStreams
 from sao.telemetry.health import Health
+from sao.telemetry.traces import OFF, Tracer
 from sao.v1 import trajectory_pb2 as pb
 from sao.weights.filesystem import FileSystemVersionStore
 from services.trainer.backends.torch_reference import TorchReferenceBackend
@@ -85,6 +86,7 @@ class World:
     streams: TrajectoryStreams = field(default_factory=MemoryStreams)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     slot: int = 0
+    tracer: Tracer = OFF
 
     async def deliver(
         self,
@@ -192,6 +194,7 @@ class Trainer:
             drops=drops,
             defer_consumed=config.algorithm.synchronous,
             reward_range=reward_range(config),
+            tracer=world.tracer,
         )
         consumer.requeue(await lost_work(archive, progress, world.streams, drops.let_go()))
         publisher = Publisher(
@@ -217,6 +220,7 @@ class Trainer:
             archive,
             health,
             claim.epoch,
+            world.tracer,
         )
         return cls(world, TrainerLoop(parts, progress), parts, backend)
 

@@ -40,6 +40,7 @@ class Peer:
 OUTSIDE = (
     Peer(frozenset({"prometheus"}), {NAME: "prometheus"}, "monitoring"),
     Peer(frozenset({"dns"}), {"k8s-app": "kube-dns"}, "kube-system"),
+    Peer(frozenset({"collector"}), {NAME: "opentelemetry-collector"}, "monitoring"),
     Peer(frozenset({"keda"}), {NAME: "keda-operator"}, "keda"),
     Peer(frozenset({"stranger"}), {NAME: "stranger"}, "default"),
 )
@@ -47,7 +48,10 @@ OUTSIDE = (
 
 
 def documented(overlay: str) -> set[Edge]:
-    """The edges of the page's table that hold in an overlay; ValueError when the page has no such table."""
+    """The edges of the page's table that hold in an overlay; ValueError when the page has no such table.
+
+    `overlay` may name components after it, as in `gpu-multi+traces`.
+    """
     section = PAGE.read_text().partition("\n## Connections\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (\S+) \| (\S+) \| (\S+) \| ([^|]+?) \|", section, re.MULTILINE)
     if not rows:
@@ -57,7 +61,7 @@ def documented(overlay: str) -> set[Edge]:
         Edge(source, target, port)
         for source, target, port, where in rows
         if "/" in port or port == ANY
-        if where == EVERYWHERE or overlay in where.split(", ")
+        if where == EVERYWHERE or set(overlay.split("+")) & set(where.split(", "))
     }
 
 

@@ -15,7 +15,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 K8S = ROOT / "deploy" / "k8s"
-OVERLAYS = ("cpu", "gpu", "gpu-multi", "monitoring", "keda")
+OVERLAYS = ("cpu", "gpu", "gpu-multi", "monitoring", "keda", "traces")
 NEEDS_MONITORING = frozenset({"monitoring", "keda"})
 """Overlays that include deploy/monitoring."""
 NAME = "app.kubernetes.io/name"

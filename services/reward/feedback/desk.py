@@ -18,10 +18,12 @@ from sao.preference import MissingComponentError, Preference
 from sao.streams.base import Delivery, StreamError, StreamName
 from sao.streams.room import Feedback, Heard, RoomUse, Waiting, WaitingRoom
 from sao.telemetry.logs import get_logger
+from sao.telemetry.traces import OFF, Tracer
 from services.reward import metrics
 from services.reward.feedback.asking import asked
 from services.reward.retry import patiently
 from services.reward.scorer import Evaluated, Unfinished, outcome_of, weighed
+from services.reward.tracing import note_feedback
 
 SWEEP_S = 0.5
 """Longest time between an answer that another replica has taken, or a deadline, and what follows from it."""
@@ -42,11 +44,13 @@ class Desk:
         settings: FeedbackSection,
         *,
         wall_clock: Callable[[], float] = time.time,
+        tracer: Tracer = OFF,
     ) -> None:
         self._room = room
         self._current_preference = current_preference
         self.settings = settings
         self._wall_clock = wall_clock
+        self._tracer = tracer
 
     def given(self, delivery: Delivery) -> Mapping[str, float]:
         """The component of a trajectory that need not wait: it was joined before, or is not asked for."""
@@ -145,6 +149,7 @@ class Desk:
         fields |= {"outcome": OUTCOME.dump_json(outcome).decode()}
         if not await self._room.join(waiting, fields, now_ms=now_ms):
             return
+        note_feedback(self._tracer, waiting, "joined")
         waited_s = max(feedback.at_ms - waiting.since_ms, 0) / 1000
         metrics.OUTCOMES.labels(outcome.kind).inc()
         metrics.FEEDBACK_JOINED.inc()
@@ -214,10 +219,12 @@ class Desk:
         to = StreamName.TRAJECTORIES
         gone = await self._room.join(waiting, fields, now_ms=now_ms, answered=answered, to=to)
         if gone:
+            note_feedback(self._tracer, waiting, "back_for_scoring")
             log.info("scored once more, the preference has changed while it waited", trajectory=waiting.trajectory_id)
         return gone
 
     def _note_end(self, waiting: Waiting, kind: str, reason: str, *, buried: bool = True) -> None:
+        note_feedback(self._tracer, waiting, "buried" if buried else "done_without")
         metrics.OUTCOMES.labels(kind).inc()
         if buried:
             metrics.BURIED.labels(kind).inc()

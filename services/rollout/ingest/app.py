@@ -18,6 +18,7 @@ from sao.invariants import Limits
 from sao.routing import RoutingShape, replayed_routing
 from sao.store_memory import read_use
 from sao.streams.base import StreamUnavailableError, TrajectoryStreams
+from sao.telemetry import traces
 from sao.telemetry.health import Health
 from sao.telemetry.http import TelemetryServer
 from sao.telemetry.logs import get_logger
@@ -49,12 +50,13 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
     health = Health(stalled_after_s=_STALLED_AFTER_S)
     telemetry = TelemetryServer(health, config.ingest.bind, config.ingest.metrics_port)
     telemetry.start()
+    tracer = traces.connect(config, "ingest")
     board = boards.connect(config)
     streams = trajectory_streams.connect(config)
     ledger = leases.connect(config)
     accepted = AcceptedLog(config.run.dir)
     try:
-        servicer = make_servicer(config, streams=streams, board=board, ledger=ledger, accepted=accepted)
+        servicer = make_servicer(config, streams=streams, board=board, ledger=ledger, accepted=accepted, tracer=tracer)
         server, port = make_server(config, servicer)
         await server.start()
         log.info("serving", address=f"{config.ingest.bind}:{port}")
@@ -71,6 +73,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         await ledger.close()
         await streams.close()
         await board.close()
+        await tracer.close()
         telemetry.close()
 
 
@@ -94,6 +97,7 @@ def make_servicer(
     board: Board,
     ledger: LeaseLedger,
     accepted: AcceptedLog | None = None,
+    tracer: traces.Tracer = traces.OFF,
 ) -> IngestServicer:
     """The service over these stores; it refuses everything until it is opened."""
     metrics.show_settings(config)
@@ -104,6 +108,7 @@ def make_servicer(
         known=KnownVersions(board),
         admission=Admission(streams, board, back_pressure_at=config.redis.back_pressure_at),
         accepted=accepted,
+        tracer=tracer,
     )
 
 

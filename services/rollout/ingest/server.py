@@ -30,6 +30,7 @@ from sao.streams.base import (
 )
 from sao.streams.dispatch import slot_of
 from sao.telemetry.logs import get_logger
+from sao.telemetry.traces import OFF, TRACEPARENT, Tracer, context_of
 from sao.v1 import ingest_pb2 as pb
 from sao.v1 import ingest_pb2_grpc, trajectory_pb2
 from services.rollout.ingest import metrics
@@ -86,6 +87,7 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
         admission: Admission,
         accepted: AcceptedLog | None = None,
         clock_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        tracer: Tracer = OFF,
     ) -> None:
         self._config = config
         self._streams = streams
@@ -95,6 +97,7 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
         self._accepted = accepted
         self._noting = True
         self._clock_ms = clock_ms
+        self._tracer = tracer
         self._limits: Limits | None = None
 
     def open(self, limits: Limits) -> None:
@@ -103,7 +106,7 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
 
     async def Publish(self, request: pb.PublishRequest, context: Context) -> pb.PublishResponse:  # noqa: N802
         try:
-            status = await self._publish(request)
+            status = await self._publish(request, _caller(context))
         except RefusedError as refusal:
             await _abort(context, refusal)
         return pb.PublishResponse(id=request.trajectory.id, status=status)
@@ -144,7 +147,23 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
         metrics.LEASES.labels("lost").inc(len(request.lease_ids) - len(renewed))
         return pb.RenewLeasesResponse(renewed=map(_message, renewed))
 
-    async def _publish(self, request: _Request) -> pb.PublishStatus.ValueType:
+    async def _publish(self, request: _Request, caller: str = "") -> pb.PublishStatus.ValueType:
+        """`caller`: the traceparent of the call; without one the trajectory's own says where its spans hang."""
+        trajectory = request.trajectory
+        below = context_of(trajectory.id, caller)
+        if not below.span_id:
+            below = context_of(trajectory.id, trajectory.traceparent)
+        with self._tracer.span("ingest.publish", below) as span:
+            span.set(ordinal=trajectory.ordinal, sample=trajectory.sample)
+            try:
+                status = await self._answered(request)
+            except RefusedError as refusal:
+                span.set(outcome="refused", reason=refusal.label)
+                raise
+            span.set(outcome=status.value)
+        return _STATUS[status]
+
+    async def _answered(self, request: _Request) -> AppendStatus:
         trajectory = request.trajectory
         try:
             with metrics.PUBLISH_SECONDS.time():
@@ -163,7 +182,7 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
             metrics.TRAJECTORY_TOKENS.observe(tokens)
             metrics.LAST_ACCEPTED.set_to_current_time()
         log.info("trajectory published", trajectory=trajectory.id, ordinal=trajectory.ordinal, status=status.value)
-        return _STATUS[status]
+        return status
 
     def _note(self, trajectory: trajectory_pb2.Trajectory) -> None:
         """Write down, before the worker is told, that it is in the store; a duplicate may not be written down yet."""
@@ -188,12 +207,13 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
                 text = f"stream store is {used:.0%} full, the mark is {self._config.redis.back_pressure_at:.0%}"
                 raise RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, "back_pressure", text, _BUSY_RETRY_MS)
             trajectory.routed_experts_key = routed_experts_key(trajectory.id) if routed_experts else ""
+            traced = self._tracer.fields(context_of(trajectory.id, trajectory.traceparent))
             return await self._streams.append(
                 trajectory.id,
                 trajectory.SerializeToString(),
                 ordinal=trajectory.ordinal,
                 sample=trajectory.sample,
-                fields={"task": trajectory.task, "ordinal": str(trajectory.ordinal)},
+                fields={"task": trajectory.task, "ordinal": str(trajectory.ordinal), **traced},
                 routed_experts=routed_experts,
             )
         except (StreamUnavailableError, StreamFullError) as error:
@@ -266,6 +286,12 @@ class IngestServicer(ingest_pb2_grpc.TrajectoryIngestServiceServicer):
             text = "the run has no weight version yet, so nothing can be validated; come again"
             raise RefusedError(grpc.StatusCode.UNAVAILABLE, "unavailable", text, _BUSY_RETRY_MS)
         return self._limits
+
+
+def _caller(context: Context) -> str:
+    """The traceparent of a call; none where it has none."""
+    found = dict(context.invocation_metadata() or ()).get(TRACEPARENT, "")
+    return found if isinstance(found, str) else ""
 
 
 def _check_worker(worker_id: str, what: str, count: int, bounds: tuple[int, int]) -> None:

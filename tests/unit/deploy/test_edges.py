@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import urlsplit
 
 import pytest
 
+from sao.config import load_run_config
 from tests.unit.deploy import files
 from tests.unit.deploy.imports import file_of, reached
 from tools.manifests import edges
@@ -21,7 +23,8 @@ ENTRIES = {
 }
 STORE_CLIENT = re.compile(r"^\s*(?:import|from) redis\b", re.MULTILINE)
 CLIENT = re.compile(
-    r"^\s*(?:import|from) (?:httpx|aiohttp|requests|websockets|urllib\.request|http\.client|boto3|openai)\b"
+    r"^\s*(?:import|from) (?:httpx|aiohttp|requests|websockets|urllib\.request|http\.client|boto3|openai"
+    r"|opentelemetry\.exporter)\b"
     r"|\b(?:in)?secure_channel\(|\bcreate_connection\(|\bopen_connection\(|\bgetaddrinfo\(",
     re.MULTILINE,
 )
@@ -39,12 +42,14 @@ NAMED_BY_THE_RUN_FILE = {
     "services.reward.scorers.judge",
 }
 """These reach what `[reward.scorers]` names, and nobody by default: who does names the edge in an overlay."""
+TRACES = "sao.telemetry.traces.otlp"
+"""Reaches what `traces.endpoint` names, and nobody by default: the overlay `traces` has the edges."""
 
 
 def dialled(service: str) -> set[Edge]:
     """What the modules that a service may import connect to; AssertionError for one that nobody has placed."""
     sources = {module: path.read_text() for module in reached(ENTRIES[service]) if (path := file_of(module))}
-    clients = {module for module, source in sources.items() if CLIENT.search(source)} - NAMED_BY_THE_RUN_FILE
+    clients = {module for module, source in sources.items() if CLIENT.search(source)} - NAMED_BY_THE_RUN_FILE - {TRACES}
     assert clients <= set(DIALS), "who is dialled there?"
     store = {("valkey", "6379/TCP")} if any(STORE_CLIENT.search(source) for source in sources.values()) else set()
     return {Edge(service, *whom) for whom in {*store, *(DIALS[module] for module in clients)}}
@@ -59,6 +64,26 @@ def test_policies_allow_exactly_the_table(overlay: str) -> None:
 def test_the_table_is_what_the_code_dials(service: str) -> None:
     names = {Edge(service, "dns", "53/UDP"), Edge(service, "dns", "53/TCP")}
     assert {edge for edge in edges.documented("cpu") if edge.source == service} == names | dialled(service)
+
+
+@pytest.mark.parametrize("service", ENTRIES)
+def test_who_records_spans_may_send_them_and_is_told_where_to(service: str) -> None:
+    source = file_of(TRACES)
+    assert source is not None
+    assert CLIENT.search(source.read_text())
+    assert TRACES in reached(ENTRIES[service])
+    assert edges.documented("traces") - edges.documented("gpu") == {
+        Edge(one, "collector", "4317/TCP") for one in ENTRIES
+    }
+    config = load_run_config(env={name: value for one in containers("traces", service) for name, value in one.items()})
+    assert urlsplit(config.traces.endpoint).port == 4317
+
+
+def containers(overlay: str, service: str) -> list[dict[str, str]]:
+    """Settings in the environment of each container that runs a service."""
+    found = [one for one in files.containers(files.overlay(overlay)) if one.module == ENTRIES[service]]
+    assert found
+    return [one.settings for one in found]
 
 
 def test_engines_and_the_store_dial_nobody() -> None:

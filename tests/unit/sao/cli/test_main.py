@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,20 @@ def test_a_wrong_setting_ends_with_2_and_its_key(arguments: list[str], key: str,
 
     assert result.exit_code == 2
     assert key in result.output
+    assert not (tmp_path / "run").exists()
+
+
+def test_traces_without_the_extra_end_with_2_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "sao.telemetry.traces.otlp", None)
+    endpoint = ["--set", "traces.endpoint=http://collector:4317"]
+
+    result = runner.invoke(app, ["up", "--preset", "tiny", *endpoint, "--run-dir", str(tmp_path / "run")])
+
+    assert result.exit_code == 2
+    assert "traces.endpoint" in result.output
+    assert "sao[traces]" in result.output
     assert not (tmp_path / "run").exists()
 
 

@@ -8,6 +8,7 @@ from sao.board.base import EngineFacts, EngineState
 from sao.board.memory import MemoryBoard
 from sao.streams.base import StreamUnavailableError
 from sao.telemetry.health import Health
+from sao.telemetry.traces.memory import MemoryTracer
 from sao.weights.control import CONTROL_FILE, ControlFile
 from sao.weights.manifest import Manifest
 from sao.weights.memory import MemoryVersionStore
@@ -70,6 +71,7 @@ class World:
         launch = write_toy_checkpoint(folder / "launch", 0)
         self.engines = [MemoryEngine(f"engine-{index}", launch, deadline_s=0.02) for index in range(engines)]
         self.updates = 0
+        self.tracer = MemoryTracer()
         self.start()
 
     def start(self) -> None:
@@ -86,7 +88,16 @@ class World:
         settings = KeeperSettings(attempts=2, poll_s=0.01, probe_s=1.0, cool_down_s=10.0, mode=self.mode)
         self.slots = Slots(self.engines_out_max, hold_s=60.0, clock=lambda: self.now)
         self.keepers = [
-            Keeper(engine, self.fleet, settings, Exact(1e-4), Health(60), slots=self.slots, clock=lambda: self.now)
+            Keeper(
+                engine,
+                self.fleet,
+                settings,
+                Exact(1e-4),
+                Health(60),
+                slots=self.slots,
+                clock=lambda: self.now,
+                tracer=self.tracer,
+            )
             for engine in self.engines
         ]
 
