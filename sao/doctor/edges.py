@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from sao.config import RunConfig
 from sao.doctor.names import PORT, PROTOCOLS
 
+OTLP_PORT = 4317
 SERVICES = ("trainer", "ingest", "reward", "weights", "rollout")
 
 
@@ -32,7 +33,15 @@ DIALS: Mapping[Role, tuple[str, ...]] = {
     Role.TRAINER: ("valkey",),
     Role.PROMETHEUS: (*SERVICES, "engine"),
 }
-"""Beside the name server, which every one but Prometheus asks for the names among the addresses."""
+"""Beside the name server, which every one but Prometheus asks for the names among the addresses, and the collector."""
+COLLECTOR = "collector"
+"""Takes the spans of every service, where `traces.endpoint` names one."""
+
+
+def dials(config: RunConfig, role: Role) -> tuple[str, ...]:
+    """Whom a role dials under this configuration, name servers aside."""
+    traced = bool(config.traces.endpoint) and role is not Role.PROMETHEUS
+    return (*DIALS[role], COLLECTOR) if traced else DIALS[role]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,7 @@ class Edge:
     sources: tuple[str, ...]
     target: str
     address: str
-    """host:port of `valkey` and `ingest`, host:port/UDP or /TCP of `dns`, a base URL of everything else.
+    """host:port of `valkey`, `ingest` and `collector`, host:port/UDP or /TCP of `dns`, a base URL of everything else.
 
     Empty: the configuration does not say.
     """
@@ -67,10 +76,11 @@ def edges(config: RunConfig, roles: Iterable[Role], services: Mapping[str, str],
         "valkey": [host_port(config.redis.url, 6379)],
         "ingest": [config.ingest.target],
         "engine": list(engines) or [""],
+        COLLECTOR: [host_port(config.traces.endpoint, OTLP_PORT)],
     }
     found: dict[tuple[str, str], list[str]] = {}
     for role in asked:
-        for target in DIALS[role]:
+        for target in dials(config, role):
             telemetry = role is Role.PROMETHEUS and target != "engine"
             for address in [known.get(target, "")] if telemetry else places[target]:
                 found.setdefault((target, address), []).append(role.value)
@@ -83,7 +93,8 @@ def name_edges(config: RunConfig, roles: Iterable[Role], names: Iterable[str], s
     sources = tuple(
         role.value
         for role in roles
-        if role is not Role.PROMETHEUS and wanted & {host for target in DIALS[role] for host in hosts(config, target)}
+        if role is not Role.PROMETHEUS
+        and wanted & {host for target in dials(config, role) for host in hosts(config, target)}
     )
     if not sources:
         return []
@@ -97,6 +108,8 @@ def hosts(config: RunConfig, target: str) -> list[str]:
             found = [config.redis.url]
         case "ingest":
             found = [f"//{config.ingest.target}"]
+        case "collector":
+            found = [config.traces.endpoint]
         case "engine":
             found = [f"//{config.engine.dns}"] if config.engine.discovery == "dns" else list(config.engine.urls)
         case _:

@@ -27,7 +27,7 @@ from redis import exceptions
 
 from sao.config import RunConfig
 from sao.doctor.checks import Clock, Disk, EngineSeen, HealthSeen, Observations, Reached, TokenTried
-from sao.doctor.edges import DIALS, Edge, Role, bound, edges, host_of, hosts, name_edges
+from sao.doctor.edges import Edge, Role, bound, dials, edges, host_of, hosts, name_edges
 from sao.doctor.names import HOSTS, RESOLV_CONF, ask, asked_of_a_server, look_up, read, resolver
 from sao.redis_client import connect_redis
 from sao.v1 import archive_pb2, ingest_pb2, ingest_pb2_grpc, trajectory_pb2
@@ -68,7 +68,7 @@ async def _names(
     config: RunConfig, roles: Sequence[Role], services: Mapping[str, str], seen: Observations, timeout_s: float
 ) -> None:
     """Ask for every name that these roles dial, and the name servers themselves."""
-    wanted = [host for role in roles for target in DIALS[role] for host in hosts(config, target)]
+    wanted = [host for role in roles for target in dials(config, role) for host in hosts(config, target)]
     names = asked_of_a_server([*wanted, *map(host_of, services.values())], read(HOSTS))
     system = resolver(read(RESOLV_CONF))
     ways = name_edges(config, roles, names, system.servers)
@@ -102,6 +102,8 @@ def _probe_of(edge: Edge, client: httpx.AsyncClient) -> _Probe:
             return partial(_engine, client)
         case "ingest" if not edge.address.startswith("http"):
             return _ingest
+        case "collector":
+            return _collector
         case _:
             return partial(_service, client)
 
@@ -159,6 +161,23 @@ async def _ingest(config: RunConfig, edge: Edge, seen: Observations) -> None:
             seen.tokens.append(TokenTried("ingest", "auth.token", accepted=not refused, found=told))
             return
         seen.tokens.append(TokenTried("ingest", "auth.token", accepted=True, found="accepted"))
+
+
+async def _collector(config: RunConfig, edge: Edge, seen: Observations) -> None:
+    """The connection alone: an empty export would be an answer too, and counted as one."""
+    host, _, port = edge.address.rpartition(":")
+    limit_s = config.redis.timeout_s * 0.9
+    try:
+        async with asyncio.timeout(limit_s):
+            _, writer = await asyncio.open_connection(host, int(port))
+    except TimeoutError:
+        seen.edges.append(Reached(edge, f"no connection within {limit_s:g} s"))
+        return
+    except OSError as error:
+        seen.edges.append(Reached(edge, _words(error)))
+        return
+    writer.close()
+    seen.edges.append(Reached(edge))
 
 
 async def _engine(client: httpx.AsyncClient, config: RunConfig, edge: Edge, seen: Observations) -> None:

@@ -126,6 +126,20 @@ def test_a_pod_whose_edges_stand_is_well(tmp_path: Path) -> None:
         assert sao("--run-dir", tmp_path, "--as", "reward", "--json").exit_code == 0
 
 
+def test_a_collector_is_tried_where_traces_have_one(tmp_path: Path) -> None:
+    made = tmp_path / "run.toml"
+    options = "--maxmemory", "64mb", "--maxmemory-policy", "noeviction"
+    with valkey(tmp_path, *options) as url, answering({}) as collector:
+        for endpoint, status in ((collector, "ok  "), (f"http://127.0.0.1:{free_port()}", "fail")):
+            made.write_text(
+                f'[run]\ndir = "{tmp_path}"\n[redis]\nurl = "{url}"\n[checkpoint]\nfree_space_mb = 1\n'
+                f'[traces]\nendpoint = "{endpoint}"\n'
+            )
+            told = sao(made, "--as", "reward")
+            assert f"{status} edge reward -> collector" in told.output
+            assert told.exit_code == (status == "fail"), told.output
+
+
 @pytest.mark.parametrize("arguments", [[], ["nowhere.toml"], ["--run-dir", "nowhere"], ["a", "--run-dir", "b"]])
 def test_wrong_arguments_end_with_2(arguments: list[str]) -> None:
     assert sao(*arguments).exit_code == 2

@@ -40,6 +40,16 @@ def test_a_pod_tries_its_own_edges_alone() -> None:
     ]
 
 
+def test_where_traces_go_to_a_collector_every_service_dials_it() -> None:
+    traced = load_run_config(None, ["traces.endpoint='http://collector'"], env={})
+    (found,) = [edge for edge in edges(traced, Role, {}, []) if edge.target == "collector"]
+    documented = re.findall(r"^\| (\w+) \| collector \| 4317/TCP \| traces \|", PAGE.read_text(), re.MULTILINE)
+    assert set(found.sources) == set(documented)
+    assert found.address == "collector:4317"
+    assert hosts(traced, "collector") == ["collector"]
+    assert not [edge for edge in edges(K8S, Role, {}, []) if edge.target == "collector"]
+
+
 def test_who_needs_a_name_asks_each_server_both_ways() -> None:
     documented = set(re.findall(r"^\| (\w+) \| dns \| (53/\w+) \| everywhere \|", PAGE.read_text(), re.MULTILINE))
     roles = {role.value for role in Role if role is not Role.PROMETHEUS}
