@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine = Engine(Path(os.environ.get(ROOT_VARIABLE, STORE)), RUN)
     try:
         require()
-        with _alone(engine):
+        with _alone():
             if options.fresh:
                 engine.forget()
             engine.prepare()
@@ -132,9 +132,9 @@ def _of_lasting(name: str, seen: judge.Seen) -> dict[str, Any]:
 
 
 @contextmanager
-def _alone(engine: Engine) -> Iterator[None]:
-    """Nobody else's check uses the same folders; EngineError when one does."""
-    path = engine.root.with_name(f"{engine.root.name}.lock")
+def _alone() -> Iterator[None]:
+    """Nobody else's check runs here; EngineError when one does."""
+    path = RUN.with_suffix(".lock")
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

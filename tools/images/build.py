@@ -23,7 +23,8 @@ from tools.manifests.render import ROOT
 OURS = "sao/"
 BASE, STORE = "localhost/sao-check/python", "localhost/sao-check/valkey"
 PULL_S, BOOTSTRAP_S = 300.0, 1800.0
-_PACKAGES = "python3.11,python3.11-venv,ca-certificates"
+_PACKAGES = "python3.11,python3-pip,python3.11-venv,ca-certificates"
+"""python3-pip brings a python3 that is configured before what needs one."""
 _BASE = """\
 FROM scratch
 ADD root.tar /
@@ -132,7 +133,9 @@ def _bootstrap(engine: Engine) -> None:
         (work / "Dockerfile").write_text(_BASE)
         engine.build(work, work / "Dockerfile", BASE)
     except subprocess.SubprocessError as error:
-        msg = f"no base image could be made ({log}): {error}"
+        details = tree / "debootstrap" / "debootstrap.log"
+        said = details.read_text()[-1500:] if details.exists() else ""
+        msg = f"no base image could be made ({log}): {error}\n{said}"
         raise EngineError(msg) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)

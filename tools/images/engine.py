@@ -77,7 +77,8 @@ class Engine:
             shutil.rmtree(folder, ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove every pod, container and volume; images stay."""
+        """Remove every pod, container and volume, and what a build that was cut short left; images stay."""
+        _checked(self._run(["buildah", "rm", "--all"], QUICK_S, None))
         for arguments in (("pod", "rm", "--all", "--force", "--time", "0"), ("volume", "prune", "--force")):
             self.podman(*arguments)
 

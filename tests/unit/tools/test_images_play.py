@@ -106,6 +106,10 @@ def test_probes_and_hooks_are_for_the_check_and_not_for_podman() -> None:
     assert (given["image"], given["imagePullPolicy"]) == ("localhost/store", "Never")
 
 
+def test_podman_starts_again_what_failed_and_not_what_ended_well() -> None:
+    assert [documents(pod)[-1]["spec"]["restartPolicy"] for pod in play(STORE)] == ["OnFailure", "OnFailure"]
+
+
 def test_a_container_s_own_user_comes_before_its_pod_s() -> None:
     own = copy.deepcopy(STORE)
     own["spec"]["template"]["spec"]["containers"][0]["securityContext"]["runAsUser"] = 0
