@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from tools.manifests.render import kubectl
 from tools.setup import TORCH_INDEX
@@ -63,9 +64,10 @@ def pip_conf(settings: Mapping[str, str]) -> str:
 
 
 def mounts(settings: Mapping[str, str], exists: Callable[[str], bool]) -> list[str]:
-    """Every path of this machine that the settings name, each once: files by themselves, indexes by their folder."""
-    words = [word.removeprefix("file://") for value in settings.values() for word in value.split()]
-    return sorted({word for word in words if word.startswith("/") and exists(word)})
+    """Every path of this machine that the settings name, each once; of an index the folder above, where its files lie."""
+    words = [word for value in settings.values() for word in value.split()]
+    paths = [str(Path(word.removeprefix("file://")).parent) if word.startswith("file://") else word for word in words]
+    return sorted({path for path in paths if path.startswith("/") and exists(path)})
 
 
 def read_pip() -> dict[str, str]:

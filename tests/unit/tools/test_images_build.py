@@ -16,7 +16,7 @@ LISTED = """\
 :env:.cert='/ca/env.pem'
 :env:.index-url='https://own.example/simple'
 global.cert='/ca/file.pem'
-global.extra-index-url='file:///wheels/simple https://more.example/simple'
+global.extra-index-url='file:///pypi/simple https://more.example/simple'
 global.find-links='\\n/wheels\\n/gone'
 install.constraint='/etc/constraints.txt'
 freeze.user='true'
@@ -37,11 +37,11 @@ def test_a_build_gets_them_as_a_file_and_every_path_that_they_name() -> None:
         "[global]\n"
         "cert = /ca/env.pem\n"
         "constraint = /etc/constraints.txt\n"
-        "extra-index-url = file:///wheels/simple https://more.example/simple\n"
+        "extra-index-url = file:///pypi/simple https://more.example/simple\n"
         "find-links = /wheels /gone\n"
         "index-url = https://own.example/simple\n"
     )
-    there = {"/ca/env.pem", "/etc/constraints.txt", "/wheels", "/wheels/simple"}
+    there = {"/ca/env.pem", "/etc/constraints.txt", "/wheels", "/pypi"}
     assert machine.mounts(settings, there.__contains__) == sorted(there)
 
 
