@@ -64,7 +64,7 @@ def pip_conf(settings: Mapping[str, str]) -> str:
 
 
 def mounts(settings: Mapping[str, str], exists: Callable[[str], bool]) -> list[str]:
-    """Every path of this machine that the settings name, each once; of an index the folder above, where its files lie."""
+    """Every path of this machine that the settings name, once; of an index the folder above, where its files lie."""
     words = [word for value in settings.values() for word in value.split()]
     paths = [str(Path(word.removeprefix("file://")).parent) if word.startswith("file://") else word for word in words]
     return sorted({path for path in paths if path.startswith("/") and exists(path)})
