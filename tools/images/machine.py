@@ -67,7 +67,7 @@ def mounts(settings: Mapping[str, str], exists: Callable[[str], bool]) -> list[s
     """Every path of this machine that the settings name, once; of an index the folder above, where its files lie."""
     words = [word for value in settings.values() for word in value.split()]
     paths = [str(Path(word.removeprefix("file://")).parent) if word.startswith("file://") else word for word in words]
-    return sorted({path for path in paths if path.startswith("/") and exists(path)})
+    return sorted({path for path in paths if path.startswith("/") and path != "/" and exists(path)})
 
 
 def read_pip() -> dict[str, str]:

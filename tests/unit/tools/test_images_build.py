@@ -43,6 +43,7 @@ def test_a_build_gets_them_as_a_file_and_every_path_that_they_name() -> None:
     )
     there = {"/ca/env.pem", "/etc/constraints.txt", "/wheels", "/pypi"}
     assert machine.mounts(settings, there.__contains__) == sorted(there)
+    assert machine.mounts({"index-url": "file:///simple"}, lambda _path: True) == [], "never the whole machine"
 
 
 def test_what_is_not_here_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
