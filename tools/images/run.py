@@ -158,7 +158,8 @@ class Stack:
                 if done.returncode == 0:
                     self.seen.inside[one.full_name] = judge.inside(done.stdout)
         self._miss({one.full_name for one in self.lasting if one.full_name not in running})
-        for name, about in self._inspect([one for one in self.containers if one.full_name in running]).items():
+        # A container that runs first is gone as soon as it has ended, at any moment.
+        for name, about in self._inspect([one for one in self.lasting if one.full_name in running]).items():
             if about["RestartCount"] > _MAX_RESTARTS:
                 msg = f"{name} was started again {about['RestartCount']} times; its log is in {self.save_logs()}"
                 raise EngineError(msg)
