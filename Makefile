@@ -5,6 +5,7 @@
 # make k8s-check      render and judge deploy/k8s (ARGS=--mutate: show that mistakes are noticed); needs kubectl
 # make network-check  the whole stack in network namespaces behind the NetworkPolicies, each edge taken away (Linux, root)
 # make compose-check  judge docker-compose.yml and the Dockerfiles
+# make images-check   build the CPU images, run overlay cpu from them in containers (docs/kubernetes.md); root, buildah, podman, kubectl
 # make chaos ROUNDS=100   kill, stop, cut off and damage what runs, then account for every trajectory (docs/chaos.md)
 # make alerts-check   promtool over alert rules and their tests, then a real Prometheus over a real run (needs Debian's prometheus)
 # make prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability | prove-fuzz | prove-soak | prove-transitions | prove-weights | prove-online | prove-judge | prove-preferences-api | prove-feedback   the README's claims (minutes a seed)
@@ -18,7 +19,7 @@ export OMP_NUM_THREADS := 1
 
 PROOFS := prove-learning prove-streaming prove-preference prove-engines prove-stability prove-fuzz prove-soak prove-transitions prove-weights prove-online prove-judge prove-put prove-feedback
 
-.PHONY: $(PROOFS) prove-preferences-api help setup run test browser alerts-check k8s-check network-check compose-check chaos check format proto locks clean
+.PHONY: $(PROOFS) prove-preferences-api help setup run test browser alerts-check k8s-check network-check compose-check images-check chaos check format proto locks clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -60,6 +61,9 @@ network-check: setup
 
 compose-check: .venv-deploy/stamp
 	@.venv-deploy/bin/python -m tools.compose_check $(ARGS)
+
+images-check: setup
+	@$(BIN)/python -m tools.images_check $(ARGS)
 
 chaos: setup
 	@$(BIN)/python -m tests.chaos --rounds $(ROUNDS) $(ARGS)

@@ -370,6 +370,15 @@ def commit() -> str:
     return f"{head}-dirty" if git("status", "--porcelain", "--", ".", ":!bench/results") else head
 
 
+def machine() -> dict[str, Any]:
+    """What a result was measured on."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+
+
 def git(*arguments: str) -> str:
     """What git answers in this repository."""
     run = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -390,11 +399,7 @@ def main() -> int:
     if result.get("commit") != now:
         bar = " ".join((proof.prove.__doc__ or "").split()).removeprefix("Bar: ")
         result = {"proof": options.proof, "bar": bar, "commit": now, "seeds": {}}
-    result["machine"] = {
-        "system": f"{platform.system()} {platform.machine()}",
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-    }
+    result["machine"] = machine()
     for case in options.cases.split(",") if options.cases else proof.cases:
         if case in result["seeds"]:
             continue
