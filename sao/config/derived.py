@@ -55,6 +55,7 @@ def figures(config: RunConfig) -> list[Figure]:
             "everything admitted is ahead of it; engines add their own delay",
         ),
         *_feedback(config),
+        *_text(config),
         Figure("payload", payload_bytes(config), "bytes", "of the longest trajectory"),
         Figure(
             "Redis memory",
@@ -181,6 +182,16 @@ def _critic_first(config: RunConfig) -> list[Figure]:
     return [
         Figure("critic pre-training", critic.pretrain_trajectories, "trajectories", gate),
         Figure("critic warm-up", critic.warmup_updates, "updates", "critic-only, then the policy moves"),
+    ]
+
+
+def _text(config: RunConfig) -> list[Figure]:
+    """What an archive that forgets keeps all the same."""
+    if config.retention.archive_h == "forever":
+        return []
+    rule = f"at most, that kept checkpoints may train again; the rest goes after {config.retention.archive_h:g} h"
+    return [
+        Figure("archived text", config.checkpoint.keep_last * config.checkpoint.every_updates, "updates", rule),
     ]
 
 

@@ -24,6 +24,11 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+Hours = Positive | Literal["forever"]
+"""How long text of one class is kept."""
+
+UP_GRACE_S = 3.0
+"""What `sao up` gives every process between SIGTERM and SIGKILL; Ctrl-C promises five seconds in all."""
 
 
 FilePath = Annotated[Path, Field(strict=False)]
@@ -644,6 +649,22 @@ class WeightsSection(Section):
     """Wait between looks at the board."""
 
 
+class RetentionSection(Section):
+    """Text that is older goes, ids and numbers stay: docs/privacy.md has who removes it and when."""
+
+    archive_h: Hours = "forever"
+    """Of what was trained on, from the beginning of its trajectory; what a kept checkpoint may train again stays
+    whatever this says."""
+    dead_letters_h: Hours = "forever"
+    """In the store, from the burial; redis.dead_letters_mb bounds them too."""
+    dead_folder_h: Hours = 720.0
+    """Files of <run.dir>/dead, from the beginning of their trajectory."""
+    set_aside_h: Hours = 168.0
+    """Damaged files that were set aside in spools, likewise."""
+    logs_h: Hours = "forever"
+    """Lines of <run.dir>/logs, which `sao up` writes."""
+
+
 class AuthSection(Section):
     token: SecretStr | None = None
     """Bearer token of gRPC and REST; none: no authentication (loopback and tests)."""
@@ -674,6 +695,7 @@ class RunConfig(Section):
     guards: GuardsSection = GuardsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     weights: WeightsSection = WeightsSection()
+    retention: RetentionSection = RetentionSection()
     auth: AuthSection = AuthSection()
 
     @model_validator(mode="before")
@@ -693,6 +715,14 @@ class RunConfig(Section):
     def _fits_the_algorithm(self) -> RunConfig:
         for key, reason in conflicts(self):
             raise wrong_setting(key, reason)
+        return self
+
+    @model_validator(mode="after")
+    def _archive_can_be_let_go(self) -> RunConfig:
+        every = self.checkpoint.keep_every
+        if self.retention.archive_h != "forever" and every > 0:
+            reason = f"checkpoint.keep_every is {every}: what it keeps for ever may train again all that came after it"
+            raise wrong_setting(key="retention.archive_h", reason=f"{reason}; expected checkpoint.keep_every = 0")
         return self
 
     @property
