@@ -15,7 +15,7 @@ from sao.config import ConfigError, RunConfig, dump_run_config, load_run_config
 from sao.config.derived import Figure, figures
 from sao.config.doubts import doubts
 from sao.config.dump import without_password
-from sao.config.fits import refuse_what_cannot_fit
+from sao.config.fits import refuse_what_cannot_fit, verdict
 from sao.config.keys import all_settings, section_of
 from sao.routing import expected_routing
 
@@ -41,6 +41,7 @@ def check(run_file: RunFile = None, preset: Preset = None, sets: Sets = None, to
     console = Console(soft_wrap=False)
     console.print(_settings(config))
     console.print(_figures(config))
+    console.print(Text.assemble(("memory ", "bold"), verdict(config)), soft_wrap=True)
     if not_here is not None:
         console.print(
             Text.assemble(("warning ", "bold yellow"), ("task.name", "bold"), f": {not_here}"), soft_wrap=True

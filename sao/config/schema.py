@@ -126,6 +126,8 @@ class HardwareSection(Section):
     """Engines that share them."""
     engine_gpus: Count = 1
     """GPUs of one engine (SGLang's `--tp-size`)."""
+    engine_share: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Of a GPU's memory, what an engine takes for weights and cache at most (SGLang's `--mem-fraction-static`)."""
     parameters: Count | None = None
     """Of the checkpoint at model.path, where it isn't on the machine that checks."""
     cache_bytes_per_token: Count | None = None
@@ -225,6 +227,9 @@ class RolloutSection(Section):
     """Tries to publish a trajectory before its episode's place goes to another; it is offered again from the spool."""
     spool_dir: FilePath | None = None
     """Finished trajectories lie in <spool_dir>/<worker_id> until ingest has them; none: <run.dir>/spool/<worker_id>."""
+    drain_s: NonNegative = 2.0
+    """Asked to stop, it leases no more and gives the episodes in flight this long to be finished and published; a
+    second signal cuts it short."""
     spool_mb: Count = 1024
     """No prompt is leased while the spool holds this much; the episodes in flight may still add to it."""
     metrics_port: Port = 0

@@ -163,6 +163,7 @@ def _worker(
         concurrency=rollout.concurrency,
         renew_every_s=config.ingest.lease_ttl_s / 3,
         call_timeout_s=call_timeout_s,
+        drain_s=rollout.drain_s,
         metadata=metadata,
     )
     return worker, publisher

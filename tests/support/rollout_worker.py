@@ -153,6 +153,7 @@ async def working(
     limits: EpisodeLimits = LIMITS,
     spool_bytes: int = 2**20,
     attempts: int = 3,
+    drain_s: float = 2.0,
 ) -> AsyncIterator[Running]:
     """A worker at work until the block ends."""
     stop = asyncio.Event()
@@ -170,6 +171,7 @@ async def working(
         concurrency=concurrency,
         renew_every_s=renew_every_s,
         call_timeout_s=5.0,
+        drain_s=drain_s,
     )
     view = asyncio.create_task(rotation.run())
     task = asyncio.create_task(worker.run(stop))
@@ -177,6 +179,8 @@ async def working(
         yield Running(task, stop, rotation, health, publisher, spool)
     finally:
         stop.set()
-        await task
-        view.cancel()
-        spool.close()
+        try:
+            await task
+        finally:
+            view.cancel()
+            spool.close()
