@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sao.cli.scorer_check import refuse_missing_targets
 from sao.cli.task_check import refuse_unusable_task
 from sao.config import ConfigError, RunConfig, dump_run_config, load_run_config
 from sao.config.derived import Figure, figures
@@ -32,6 +33,7 @@ def check(run_file: RunFile = None, preset: Preset = None, sets: Sets = None, to
         not_here = refuse_unusable_task(config)
         expected_routing(config)  # refuses a model without a router
         refuse_what_cannot_fit(config)
+        elsewhere = refuse_missing_targets(config)
     except ConfigError as error:
         typer.echo(f"configuration error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -46,7 +48,7 @@ def check(run_file: RunFile = None, preset: Preset = None, sets: Sets = None, to
         console.print(
             Text.assemble(("warning ", "bold yellow"), ("task.name", "bold"), f": {not_here}"), soft_wrap=True
         )
-    for doubt in doubts(config):
+    for doubt in [*elsewhere, *doubts(config)]:
         console.print(
             Text.assemble(("warning ", "bold yellow"), (doubt.key, "bold"), f": {doubt.text}"), soft_wrap=True
         )

@@ -271,6 +271,10 @@ class _ScorerSection(Section):
     """Trajectories it works on at a time."""
 
 
+SCORER_ENTRY_POINTS = "sao.scorers"
+"""Group in which a package offers its scorers by name."""
+
+
 class PythonScorerSection(_ScorerSection):
     kind: Literal["python"]
     target: Annotated[str, Field(min_length=1)]
