@@ -80,7 +80,8 @@ def _entry_point(target: str, key: str) -> object:
     offered = entry_points(group=SCORER_ENTRY_POINTS)
     if target not in offered.names:
         names = ", ".join(sorted(offered.names)) or "none"
-        reason = f"{target!r} is neither package.module:attribute nor an entry point of {SCORER_ENTRY_POINTS}; there are {names}"
+        group = f"entry point of {SCORER_ENTRY_POINTS}; there are {names}"
+        reason = f"{target!r} is neither package.module:attribute nor an {group}"
         raise ConfigError(key, reason)
     try:
         found: object = offered[target].load()
