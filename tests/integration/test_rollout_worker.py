@@ -166,15 +166,15 @@ async def test_turns_go_to_the_least_loaded_engine_in_rotation(ingest: Ingest, t
     assert engines["engine-2"].prompts == []
 
 
-async def test_a_worker_asked_to_stop_is_gone_within_three_seconds(ingest: Ingest, tmp_path: Path) -> None:
+async def test_a_worker_asked_to_stop_waits_no_longer_than_it_may(ingest: Ingest, tmp_path: Path) -> None:
     engines = memory_engines()
     engines["engine-0"].pause()
-    async with working(ingest, engines, tmp_path) as running:
+    async with working(ingest, engines, tmp_path, drain_s=0.2) as running:
         await eventually(lambda: len(engines["engine-0"].running) == 4, what="turns in flight")
         started = time.monotonic()
         running.stop.set()
         await running.task
-        assert time.monotonic() - started < 3
+        assert 0.2 <= time.monotonic() - started < 2
     assert not engines["engine-0"].running
 
 
@@ -284,7 +284,7 @@ async def test_what_is_finished_and_not_published_when_the_worker_stops_is_publi
         await write_engine(board, "engine-0")
         engines = memory_engines()
         engines["engine-0"].pause()
-        async with working(ingest, engines, tmp_path, concurrency=3, attempts=1000) as running:
+        async with working(ingest, engines, tmp_path, concurrency=3, attempts=1000, drain_s=0.1) as running:
             await eventually(lambda: len(engines["engine-0"].running) == 3, what="turns in flight")
             streams.error = StreamFullError("full")
             engines["engine-0"].resume()
