@@ -1,6 +1,7 @@
 """The archive: every optimiser step of a run as it happened, one file each, durable before anything is acknowledged.
 
-- A file is whole or absent, and changes once at most for each of its trajectories: when its text is erased.
+- A file is whole or absent, and changes once at most for each of its trajectories: when its text is erased (`forget`,
+  or `forget_in` when its time is over).
 - `update-UUUUUUUU-epoch-EEEE.pb` holds one step. Several steps may end at the same update number in one epoch (the
   critic's warm-up moves no policy): the later ones get `-step-SSSS` appended, counting from 2.
 - `epoch-EEEE.toml` is the run file that the steps of one epoch were made under.
@@ -109,8 +110,29 @@ class Archive:
         for step in self.steps():
             path = self._directory / step.file_name
             with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
-                found += name in path.read_bytes() and self._rewrite(path, {trajectory_id})
+                found += name in path.read_bytes() and self._rewrite(path, {trajectory_id}) > 0
         return found + self._remove_torn(name)
+
+    def forget_in(self, step: StepName, trajectory_ids: Collection[str]) -> int:
+        """Erase the texts of these trajectories from one step, where nobody writes them any more; how many there were.
+
+        Unlike `forget` it keeps nothing from being written later. ArchiveError as there.
+        """
+        make_directory(self._tombs)  # what asks whether anything was ever forgotten looks for it
+        try:
+            return self._rewrite(self._directory / step.file_name, trajectory_ids)
+        except FileNotFoundError:
+            return 0  # pruned meanwhile
+
+    def remove_torn_before(self, unix_s: float) -> int:
+        """Remove what killed processes have left half-written before this time; how many."""
+        removed = 0
+        for path in self._temporaries():
+            with contextlib.suppress(FileNotFoundError):  # finished meanwhile
+                if path.stat().st_mtime < min(unix_s, time.time() - _LOCK_TIMEOUT_S):
+                    path.unlink()
+                    removed += 1
+        return removed
 
     def trained(self, trajectory_id: str) -> Iterator[pb.TrainedTrajectory]:
         """Every training on it that is archived, superseded ones too; ArchiveError at a damaged step that names it."""
@@ -136,8 +158,8 @@ class Archive:
     def _tombs(self) -> Path:
         return self._directory / "forgotten"
 
-    def _rewrite(self, path: Path, ids: Collection[str]) -> bool:
-        """Erase the texts of these trajectories from one step; whether there was any."""
+    def _rewrite(self, path: Path, ids: Collection[str]) -> int:
+        """Erase the texts of these trajectories from one step; how many there were."""
         with self._rewriting():
             try:
                 update = pb.ArchivedUpdate.FromString(path.read_bytes())
@@ -149,7 +171,7 @@ class Archive:
                 erase_text(one)
             if texts:
                 write_file(path, update.SerializeToString())
-        return bool(texts)
+        return len(texts)
 
     def _remove_torn(self, name: bytes) -> int:
         """Remove what a killed trainer has left of files with this id in them; how many."""

@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from sao.cli.scorer_check import refuse_missing_targets
 from sao.cli.task_check import refuse_unusable_task
 from sao.config import ConfigError, RunConfig, dump_run_config, load_run_config
 from sao.config.derived import Figure, figures
 from sao.config.doubts import doubts
 from sao.config.dump import without_password
-from sao.config.fits import refuse_what_cannot_fit
+from sao.config.fits import refuse_what_cannot_fit, verdict
 from sao.config.keys import all_settings, section_of
 from sao.routing import expected_routing
 
@@ -32,6 +33,7 @@ def check(run_file: RunFile = None, preset: Preset = None, sets: Sets = None, to
         not_here = refuse_unusable_task(config)
         expected_routing(config)  # refuses a model without a router
         refuse_what_cannot_fit(config)
+        elsewhere = refuse_missing_targets(config)
     except ConfigError as error:
         typer.echo(f"configuration error: {error}", err=True)
         raise typer.Exit(2) from None
@@ -41,11 +43,12 @@ def check(run_file: RunFile = None, preset: Preset = None, sets: Sets = None, to
     console = Console(soft_wrap=False)
     console.print(_settings(config))
     console.print(_figures(config))
+    console.print(Text.assemble(("memory ", "bold"), verdict(config)), soft_wrap=True)
     if not_here is not None:
         console.print(
             Text.assemble(("warning ", "bold yellow"), ("task.name", "bold"), f": {not_here}"), soft_wrap=True
         )
-    for doubt in doubts(config):
+    for doubt in [*elsewhere, *doubts(config)]:
         console.print(
             Text.assemble(("warning ", "bold yellow"), (doubt.key, "bold"), f": {doubt.text}"), soft_wrap=True
         )

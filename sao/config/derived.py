@@ -20,7 +20,7 @@ BYTES_PER_TRAJECTORY = 4096
 TRAINING_BYTES = 16
 """Per trained parameter with AdamW: float32 4 weight + 4 gradient + 8 moments; bfloat16 2 + 2 + 8 + 4 master copy."""
 
-Unit = Literal["", "bytes", "tokens", "updates", "trajectories", "parameters"]
+Unit = Literal["", "bytes", "tokens", "updates", "trajectories", "parameters", "seconds"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,13 @@ def figures(config: RunConfig) -> list[Figure]:
             "everything admitted is ahead of it; engines add their own delay",
         ),
         *_feedback(config),
+        *_text(config),
+        Figure(
+            "worker's stop",
+            stop_s(config),
+            "seconds",
+            "at most: rollout.drain_s and one call of ingest; the grace of its pod must be longer",
+        ),
         Figure("payload", payload_bytes(config), "bytes", "of the longest trajectory"),
         Figure(
             "Redis memory",
@@ -98,6 +105,11 @@ def largest_lag(config: RunConfig) -> int:
     """
     ahead = (config.admission_limit - 1) // config.trainer.trajectories_per_update
     return ahead + config.trainer.publish_every - 1
+
+
+def stop_s(config: RunConfig) -> float:
+    """What a worker may take from SIGTERM to its end: whatever grace it is given must be longer."""
+    return config.rollout.drain_s + 2 * config.redis.timeout_s
 
 
 def payload_bytes(config: RunConfig) -> int:
@@ -181,6 +193,16 @@ def _critic_first(config: RunConfig) -> list[Figure]:
     return [
         Figure("critic pre-training", critic.pretrain_trajectories, "trajectories", gate),
         Figure("critic warm-up", critic.warmup_updates, "updates", "critic-only, then the policy moves"),
+    ]
+
+
+def _text(config: RunConfig) -> list[Figure]:
+    """What an archive that forgets keeps all the same."""
+    if config.retention.archive_h == "forever":
+        return []
+    rule = f"at most, that kept checkpoints may train again; the rest goes after {config.retention.archive_h:g} h"
+    return [
+        Figure("archived text", config.checkpoint.keep_last * config.checkpoint.every_updates, "updates", rule),
     ]
 
 

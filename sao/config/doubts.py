@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from sao.config import derived, fits
 from sao.config.algorithms import unused
 from sao.config.model_size import parameters
-from sao.config.schema import RunConfig
+from sao.config.schema import UP_GRACE_S, RunConfig
 
 ARCHIVE_LIMIT = 2**31
 """Bytes of one message, which protobuf does not write."""
@@ -127,6 +127,13 @@ def _time(config: RunConfig) -> Iterator[Doubt]:
             "ingest.episode_deadline_s",
             f"{config.ingest.episode_deadline_s:g} s ends episodes whose turns may take {longest:g} s together",
         )
+    drain, deadline = config.rollout.drain_s, config.ingest.episode_deadline_s
+    if drain > deadline:
+        yield Doubt(
+            "rollout.drain_s", f"{drain:g} s, but no lease lasts longer than ingest.episode_deadline_s {deadline:g} s"
+        )
+    if config.redis.embedded and drain >= UP_GRACE_S:
+        yield Doubt("rollout.drain_s", f"{drain:g} s, but `sao up` kills what is there {UP_GRACE_S:g} s after Ctrl-C")
     if config.algorithm.in_groups and config.group.timeout_s < min(longest, config.ingest.episode_deadline_s):
         yield Doubt(
             "group.timeout_s",

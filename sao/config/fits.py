@@ -15,8 +15,6 @@ from sao.config.errors import ConfigError
 from sao.config.schema import RunConfig
 
 GIB = 2**30
-ENGINE_SHARE = 0.9
-"""Of a GPU's memory, what SGLang takes for weights and cache at most."""
 MOST_RANKS = 2**16
 """More than anybody has."""
 
@@ -25,6 +23,33 @@ def refuse_what_cannot_fit(config: RunConfig) -> None:
     """ConfigError, with the numbers, when these GPUs cannot hold the run; also when they are too few."""
     for key, message in _impossible(config):
         raise ConfigError(key=key, message=message)
+
+
+def verdict(config: RunConfig) -> str:
+    """Whether the run fits, and on what, in one line; of a run that is not refused."""
+    hardware, trainer = config.hardware, config.trainer
+    count, memory = derived.policy_parameters(config), hardware.gpu_memory_gib
+    if trainer.device == "cpu":
+        return "trains on CPU, no GPU is compared"
+    unknown = {
+        "hardware.gpus": hardware.gpus is None,
+        "hardware.gpu_memory_gib": memory is None,
+        "hardware.parameters": count is None,
+        "hardware.cache_bytes_per_token": derived.cache_bytes(config) is None,
+    }
+    if missing := [key for key, is_missing in unknown.items() if is_missing]:
+        return f"whether it fits its GPUs is not known: set {', '.join(missing)}"
+    engines = f"{hardware.engines} engine(s) of {hardware.engine_gpus}"
+    on = f"{hardware.gpus} GPUs of {memory:g} GiB: {trainer.ranks} trainer rank(s), {engines}"
+    if reasons := [key for key, _ in tight(config)]:
+        return f"may not fit {on}; see the warning of {', '.join(reasons)}"
+    most, engine = derived.trainer_bytes(config, count), derived.engine_bytes(config, count)
+    cache = derived.cache_bytes(config)
+    assert most is not None
+    assert engine is not None
+    assert cache is not None
+    each = _gib((engine + cache) / hardware.engine_gpus)
+    return f"fits {on}; at most {_gib(most)} GiB a rank without activations, {each} GiB of each engine's GPU"
 
 
 def tight(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -37,7 +62,7 @@ def tight(config: RunConfig) -> Iterator[tuple[str, str]]:
         reason = f"up to {_gib(most)} GiB per rank without activations, the GPU has {memory:g}"
         yield "trainer.ranks", f"{reason} (hardware.gpu_memory_gib)"
     weights, cache, gpus = derived.engine_bytes(config, count), derived.cache_bytes(config), config.hardware.engine_gpus
-    room = ENGINE_SHARE * memory * gpus * GIB
+    room = config.hardware.engine_share * memory * gpus * GIB
     if weights is not None and cache is not None and weights + cache > room:
         taken = f"{_gib(weights)} GiB of weights and {_gib(cache)} GiB of cache"
         yield "engine.max_total_tokens", f"{taken}, {gpus} GPU(s) of {memory:g} GiB have room for {_gib(room)}"
@@ -45,6 +70,9 @@ def tight(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _impossible(config: RunConfig) -> Iterator[tuple[str, str]]:
     hardware, trainer = config.hardware, config.trainer
+    if config.rollout.max_tokens > config.engine.max_total_tokens:
+        longest = f"one trajectory of rollout.max_tokens {config.rollout.max_tokens}"
+        yield "engine.max_total_tokens", f"{config.engine.max_total_tokens} tokens of cache do not hold {longest}"
     ranks = 0 if trainer.device == "cpu" else trainer.ranks
     engines = f"{hardware.engines} engine(s) of {hardware.engine_gpus} GPU(s)"
     wanted = ranks + hardware.engines * hardware.engine_gpus
@@ -59,9 +87,10 @@ def _impossible(config: RunConfig) -> Iterator[tuple[str, str]]:
         has = f"for {count:,} parameters, the GPU has {memory:g} (hardware.gpu_memory_gib)"
         yield "trainer.ranks", f"{need} {has}: {_cure(config, count, memory)}"
     weights = derived.engine_bytes(config, count)
-    if weights is not None and weights > hardware.engine_gpus * memory * GIB:
-        needed = math.ceil(weights / (ENGINE_SHARE * memory * GIB))
-        holds = f"{hardware.engine_gpus} GPU(s) of {memory:g} GiB do not hold {_gib(weights)} GiB of weights"
+    share = hardware.engine_share * memory
+    if weights is not None and weights > hardware.engine_gpus * share * GIB:
+        needed = math.ceil(weights / (share * GIB))
+        holds = f"{share:g} GiB of each of {hardware.engine_gpus} GPU(s) do not hold {_gib(weights)} GiB of weights"
         yield "hardware.engine_gpus", f"{holds}: at least {needed}"
 
 

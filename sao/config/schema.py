@@ -24,6 +24,11 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
+Hours = Positive | Literal["forever"]
+"""How long text of one class is kept."""
+
+UP_GRACE_S = 3.0
+"""What `sao up` gives every process between SIGTERM and SIGKILL; Ctrl-C promises five seconds in all."""
 
 
 FilePath = Annotated[Path, Field(strict=False)]
@@ -121,6 +126,8 @@ class HardwareSection(Section):
     """Engines that share them."""
     engine_gpus: Count = 1
     """GPUs of one engine (SGLang's `--tp-size`)."""
+    engine_share: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Of a GPU's memory, what an engine takes for weights and cache at most (SGLang's `--mem-fraction-static`)."""
     parameters: Count | None = None
     """Of the checkpoint at model.path, where it isn't on the machine that checks."""
     cache_bytes_per_token: Count | None = None
@@ -220,6 +227,9 @@ class RolloutSection(Section):
     """Tries to publish a trajectory before its episode's place goes to another; it is offered again from the spool."""
     spool_dir: FilePath | None = None
     """Finished trajectories lie in <spool_dir>/<worker_id> until ingest has them; none: <run.dir>/spool/<worker_id>."""
+    drain_s: NonNegative = 2.0
+    """Asked to stop, it leases no more and gives the episodes in flight this long to be finished and published; a
+    second signal cuts it short."""
     spool_mb: Count = 1024
     """No prompt is leased while the spool holds this much; the episodes in flight may still add to it."""
     metrics_port: Port = 0
@@ -259,6 +269,10 @@ class _ScorerSection(Section):
     """Longest time for one trajectory, retries included."""
     concurrency: Count = 16
     """Trajectories it works on at a time."""
+
+
+SCORER_ENTRY_POINTS = "sao.scorers"
+"""Group in which a package offers its scorers by name."""
 
 
 class PythonScorerSection(_ScorerSection):
@@ -663,6 +677,22 @@ class TracesSection(Section):
         return self
 
 
+class RetentionSection(Section):
+    """Text that is older goes, ids and numbers stay: docs/privacy.md has who removes it and when."""
+
+    archive_h: Hours = "forever"
+    """Of what was trained on, from the beginning of its trajectory; what a kept checkpoint may train again stays
+    whatever this says."""
+    dead_letters_h: Hours = "forever"
+    """In the store, from the burial; redis.dead_letters_mb bounds them too."""
+    dead_folder_h: Hours = 720.0
+    """Files of <run.dir>/dead, from the beginning of their trajectory."""
+    set_aside_h: Hours = 168.0
+    """Damaged files that were set aside in spools, likewise."""
+    logs_h: Hours = "forever"
+    """Lines of <run.dir>/logs, which `sao up` writes."""
+
+
 class AuthSection(Section):
     token: SecretStr | None = None
     """Bearer token of gRPC and REST; none: no authentication (loopback and tests)."""
@@ -694,6 +724,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     weights: WeightsSection = WeightsSection()
     traces: TracesSection = TracesSection()
+    retention: RetentionSection = RetentionSection()
     auth: AuthSection = AuthSection()
 
     @model_validator(mode="before")
@@ -713,6 +744,14 @@ class RunConfig(Section):
     def _fits_the_algorithm(self) -> RunConfig:
         for key, reason in conflicts(self):
             raise wrong_setting(key, reason)
+        return self
+
+    @model_validator(mode="after")
+    def _archive_can_be_let_go(self) -> RunConfig:
+        every = self.checkpoint.keep_every
+        if self.retention.archive_h != "forever" and every > 0:
+            reason = f"checkpoint.keep_every is {every}: what it keeps for ever may train again all that came after it"
+            raise wrong_setting(key="retention.archive_h", reason=f"{reason}; expected checkpoint.keep_every = 0")
         return self
 
     @property

@@ -11,7 +11,8 @@ Invariants every implementation keeps, and tests/contract/test_streams.py checks
 - **Nothing is lost.** An entry leaves a stream only by `move`, `settle`, `bury`, or into the waiting room
   (sao.streams.room). Nothing is trimmed by length. A full store refuses (`StreamFullError`), it never evicts.
 - **Dead letters are bounded and counted.** A letter leaves them by `requeue_dead`, by `drop_dead`, or, oldest first,
-  because all of them together exceed a bound in bytes (forgotten); `dead_totals` counts each of these by kind.
+  because all of them together exceed a bound in bytes or its time is over (forgotten); `dead_totals` counts each of
+  these by kind.
 - **Deliveries are counted.** `Delivery.attempt` rises with each delivery, also across restarts.
 - **Pending work is known.** `unconsumed()` counts what is durable and not yet marked consumed, which is what
   admission needs.
@@ -268,6 +269,9 @@ class TrajectoryStreams(Protocol):
 
     async def drop_dead(self, letter: DeadLetter) -> bool:
         """Delete letter, payload and routed experts; False when it was no dead letter any more."""
+
+    async def forget_dead_before(self, unix_ms: int) -> int:
+        """Forget every letter that was buried before this Unix time, and all that is stored of it; how many."""
 
     async def dead_totals(self) -> DeadTotals: ...
 

@@ -330,6 +330,12 @@ class MemoryStreams:
         self._drop(letter, DeadEvent.DROPPED)
         return True
 
+    async def forget_dead_before(self, unix_ms: int) -> int:
+        overdue = [letter for letter in self._dead.values() if letter.buried_ms < unix_ms]
+        for letter in overdue:
+            self._drop(letter, DeadEvent.FORGOTTEN)
+        return len(overdue)
+
     async def dead_totals(self) -> DeadTotals:
         counts = {event: dict(kinds) for event, kinds in self._dead_counts.items()}
         return DeadTotals(sum(letter.size for letter in self._dead.values()), counts)

@@ -297,6 +297,20 @@ class RedisStreams:
             dropped, total = await self._fenced.run("drop", keys, args)
         return dropped == 1, total
 
+    async def forget_dead_before(self, unix_ms: int) -> int:
+        names, forgotten = self._keys, 0
+        while True:
+            with redis_errors("find dead letters that are over their time"):
+                rows: Any = await self._client.xrange(names.dead, max=f"({unix_ms}-0", count=_ASKED_AT_ONCE)
+            if not rows:
+                return forgotten
+            keys, args = [names.dead, names.dead_totals], list[Arg]()
+            for letter in (_letter(*row) for row in rows):
+                keys += [names.payload(letter.trajectory_id), names.routed_experts(letter.trajectory_id)]
+                args += [letter.entry_id, counter_of(DeadEvent.FORGOTTEN, letter.reason), letter.size]
+            with redis_errors(f"forget {len(rows)} dead letters"):
+                forgotten += await self._fenced.run("overdue", keys, args)
+
     async def dead_totals(self) -> DeadTotals:
         with redis_errors("count dead letters"):
             reply: Any = await self._client.hgetall(self._keys.dead_totals)

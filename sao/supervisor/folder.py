@@ -27,7 +27,7 @@ class TimelineEvent(_Line):
     at_s: float
     """Unix seconds."""
     event: str
-    """up | warm_start | started | ready | restarted | ended | stopped"""
+    """up | warm_start | started | ready | restarted | ended | erased | stopped"""
     process: str = ""
     detail: str = ""
 
@@ -54,6 +54,7 @@ class RunFolder:
         self.rows_file = root / "updates.jsonl"
         self.report_file = root / "report.json"
         self.curves_file = root / "curves.png"
+        self.logs = root / "logs"
         self._timeline = root / "timeline.jsonl"
         self._processes = root / "processes.json"
         self._lock = root / "supervisor.lock"
@@ -65,7 +66,7 @@ class RunFolder:
 
     def log_file(self, name: str) -> Path:
         """Where a process's output goes."""
-        return self.root / "logs" / f"{name}.log"
+        return self.logs / f"{name}.log"
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from enum import Enum
 
+from sao.config.schema import UP_GRACE_S
 from sao.supervisor.folder import ProcessState, RunFolder
 from sao.supervisor.guard import Guard
 from sao.supervisor.plan import MODEL, Service
@@ -18,8 +19,6 @@ from sao.supervisor.process import Child, Command, describe_exit, spawn
 from sao.supervisor.sessions import end_sessions
 from sao.supervisor.tracked import GaveUpError, State, Tracked
 
-GRACE_S = 3.0
-"""Between SIGTERM and SIGKILL; Ctrl-C promises five seconds in all."""
 HEALTH_EVERY_S = 1.0
 """One process is asked at a time, in turn."""
 
@@ -93,7 +92,7 @@ class Supervisor:
         """Whether asking the board can succeed: not before an embedded Valkey is ready."""
         return all(one.name != "valkey" or one.state is State.READY for one in self.tracked)
 
-    def stop(self, *, grace_s: float = GRACE_S) -> list[int]:
+    def stop(self, *, grace_s: float = UP_GRACE_S) -> list[int]:
         """End every process; the pids that could not be ended (none, unless the kernel holds one)."""
         children = [one.child for one in self.tracked if one.child is not None]
         if self.warm_start is not None:

@@ -13,6 +13,7 @@ from sao.supervisor import initial_model
 from sao.supervisor.board_view import BoardView
 from sao.supervisor.folder import RunFolder
 from sao.supervisor.held import held_notices
+from sao.supervisor.log_retention import LogRetention
 from sao.supervisor.progress import Progress
 from sao.supervisor.status import Status, console_url, lines_of, switch_command
 from sao.supervisor.storage import storage_notices
@@ -53,6 +54,7 @@ class Watch:
         self._board_at = 0.0
         self._storage_at = 0.0
         self._storage: list[str] = []
+        self._logs = LogRetention(folder, config.retention.logs_h)
         self._engines: dict[str, EngineFacts] = {}
         self._preference: Preference | None = None
         self._command = switch_command(config, None)
@@ -84,6 +86,8 @@ class Watch:
             held = held_notices(self._config, root)
             self._storage = [*held, *storage_notices(self._config, root, self._board)]
             self._storage_at = time.monotonic() + STORAGE_EVERY_S
+        if trouble := self._logs.look():
+            self._view.tell("sao", trouble)
         self._view.show(self._status(), self._command)
         return outcome is Outcome.FINISHED and self._engines_done()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -12,6 +13,8 @@ from sao import board as boards
 from sao.board.base import EngineFacts
 from sao.config import RunConfig
 from sao.endings import end
+from sao.forgetting import spool_root
+from sao.retention import Duty, Retention, in_thread
 from sao.routing import RoutingShape, replayed_routing
 from sao.tasks import load_task
 from sao.tasks.prompts import load_prompts, prompt_for
@@ -29,8 +32,9 @@ from services.rollout.episode import EpisodeLimits, EpisodeRunner
 from services.rollout.folder import TrajectoryFolder
 from services.rollout.ingest_client import call_metadata, make_stub, open_channel
 from services.rollout.publisher import Publisher
+from services.rollout.retention import erase_files
 from services.rollout.rotation import Rotation
-from services.rollout.spool import Spool
+from services.rollout.spool import SET_ASIDE_SUFFIX, Spool
 from services.rollout.worker import Worker
 
 
@@ -60,7 +64,7 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
             )
             health.set_ready(True)
             try:
-                async with asyncio.TaskGroup() as group:
+                async with retention_of(config).beside(), asyncio.TaskGroup() as group:
                     background = [
                         group.create_task(rotation.run()),
                         group.create_task(publisher.keep_replaying()),
@@ -92,6 +96,16 @@ def _connect(
     return lambda facts: SGLangEngine(facts.engine_id, facts.url, vocab_size, routing=routing, api_key=key)
 
 
+def retention_of(config: RunConfig) -> Retention:
+    """What erases files that are over their time; any number of workers may look at one folder."""
+    keep, spools = config.retention, spool_root(config)
+    duties = [
+        Duty("dead_folder", keep.dead_folder_h, in_thread(partial(erase_files, config.run.dir / "dead", "*"))),
+        Duty("set_aside", keep.set_aside_h, in_thread(partial(erase_files, spools, f"*/*{SET_ASIDE_SUFFIX}"))),
+    ]
+    return Retention(duties, metrics.RETENTION)
+
+
 def make_spool(config: RunConfig) -> Spool:
     """The worker's spool, closed, and behind it the run's dead folder."""
     max_bytes = config.rollout.spool_mb * 2**20
@@ -102,7 +116,7 @@ def make_spool(config: RunConfig) -> Spool:
 
 def spool_folder(config: RunConfig) -> Path:
     """The worker's own: only one process at a time may hold it."""
-    return (config.rollout.spool_dir or config.run.dir / "spool") / config.rollout.worker_id
+    return spool_root(config) / config.rollout.worker_id
 
 
 def _worker(
@@ -157,6 +171,7 @@ def _worker(
         concurrency=rollout.concurrency,
         renew_every_s=config.ingest.lease_ttl_s / 3,
         call_timeout_s=call_timeout_s,
+        drain_s=rollout.drain_s,
         metadata=metadata,
     )
     return worker, publisher

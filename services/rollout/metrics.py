@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from sao.retention import RetentionMetrics
+
 _DISK_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 
@@ -44,4 +46,12 @@ SPOOL_ERRORS = Counter(
     ["operation", "error"],
 )
 SPOOL_SET_ASIDE = Counter("sao_rollout_spool_set_aside_total", "Files of the spool that a crash or the disk damaged")
+RETENTION_ERASED = Counter(
+    "sao_rollout_retention_erased_total", "What was erased because its time was over, by class of text", ["class"]
+)
+RETENTION_FAILED = Counter(
+    "sao_rollout_retention_failed_passes_total", "Looks for such text that may have left some", ["class"]
+)
+RETENTION_PASSED = Gauge("sao_rollout_retention_passed_seconds", "Unix time of the last look that left none", ["class"])
+RETENTION = RetentionMetrics(RETENTION_ERASED, RETENTION_FAILED, RETENTION_PASSED)
 REPEATED = Counter("sao_rollout_repeated_completions_total", "Completions equal to the one before for the same prompt")

@@ -6,13 +6,14 @@
 - A failed turn costs an attempt: the episode starts anew under the same lease, `ATTEMPTS` times at most.
 - No lease is taken before what an earlier process spooled was offered once, nor while the spool is full: what is
   finished must reach ingest before more is begun.
-- When asked to stop it takes no more leases and gives what is in flight `DRAIN_S`. What is finished by then and not
-  published lies in the spool; the other leases run out.
+- When asked to stop it takes no more leases, and gives what is in flight `drain_s` to be finished and published. What
+  is finished by then and not published lies in the spool; the other leases run out. To be cancelled cuts that short.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 ATTEMPTS = 3
-DRAIN_S = 2.0
 _FIRST_PAUSE_S = 0.25
 _MOST_LEASES = 256
 _ROTATION_WAIT_S = 0.5
@@ -67,6 +67,7 @@ class Worker:
         concurrency: int,
         renew_every_s: float,
         call_timeout_s: float,
+        drain_s: float,
         metadata: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self._worker_id = worker_id
@@ -78,6 +79,7 @@ class Worker:
         self._concurrency = concurrency
         self._renew_every_s = renew_every_s
         self._call_timeout_s = call_timeout_s
+        self._drain_s = drain_s
         self._metadata = metadata
         self._held: dict[str, _Held] = {}
         self._freed = asyncio.Event()
@@ -98,8 +100,9 @@ class Worker:
                     await self._wait(stop, await self._admit())
                 else:
                     self._rest("no engine in rotation")
-        finally:
             await self._drain()
+        finally:
+            await self._leave()
             await end([renewal])
             if renewal.done() and not renewal.cancelled():
                 renewal.result()
@@ -208,11 +211,19 @@ class Worker:
             held.task.cancel()
 
     async def _drain(self) -> None:
-        tasks = [held.task for held in self._held.values() if held.task is not None]
-        if not tasks:
-            return
-        _, late = await asyncio.wait(tasks, timeout=DRAIN_S)
-        await end(late)
-        await asyncio.gather(*(task for task in tasks if task.done()), return_exceptions=True)
-        metrics.LEASES.labels("abandoned").inc(len(late))
-        log.info("drained", finished=len(tasks) - len(late), abandoned=len(late))
+        """Let what is in flight be finished and published, for so long; not after something that ends the worker."""
+        tasks = self._tasks()
+        log.info("draining", episodes=len(tasks), drain_s=self._drain_s)
+        deadline = time.monotonic() + self._drain_s
+        while tasks and self._failure is None and (left_s := deadline - time.monotonic()) > 0:
+            _, tasks = await asyncio.wait(tasks, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _leave(self) -> None:
+        """Give up what is in flight; what is finished and not published goes to the spool."""
+        tasks = self._tasks()
+        await end(tasks)
+        metrics.LEASES.labels("abandoned").inc(len(tasks))
+        log.info("drained", abandoned=len(tasks))
+
+    def _tasks(self) -> set[asyncio.Task[None]]:
+        return {held.task for held in self._held.values() if held.task is not None}

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ from sao.config import ConfigError
 from sao.config.schema import RunConfig
 from sao.invariants import Limits
 from sao.process import run_service
+from sao.retention import Duty, Retention, in_thread
 from sao.routing import replayed_routing
 from sao.slots import Slots
 from sao.streams.base import TrajectoryStreams
@@ -43,7 +45,7 @@ from services.trainer.checkpoint import Checkpoint, CheckpointStore, Progress
 from services.trainer.consumer import Consumer
 from services.trainer.core.baselines import reward_range
 from services.trainer.core.update import Update, UpdateSettings
-from services.trainer.drops import Drops
+from services.trainer.drops import FILE, Drops, let_go
 from services.trainer.launch import own_rank, started_followers
 from services.trainer.loop import Parts, TrainerLoop, fresh_progress
 from services.trainer.outage import ride_out
@@ -51,6 +53,7 @@ from services.trainer.publisher import Publisher, roll_back
 from services.trainer.ranks import Ranks, follow
 from services.trainer.recovery import lost_work, never_again, undone
 from services.trainer.restoring import ANNOUNCED_FILE, claim_store
+from services.trainer.retention import ArchiveRetention
 from services.trainer.warm_start_key import initial_model_path
 
 log = get_logger(__name__)
@@ -116,11 +119,13 @@ async def _train(
         samples=config.samples,
         horizon_h=config.ingest.seen_horizon_h,
     )
+    retention = retention_of(config, archive, checkpoints)
     await roll_back(board, store)
     refuse_another_algorithm(progress, config)
     over = config.run.updates is not None and progress.update >= config.run.updates
     if over and published(store, progress, await ride_out(board.versions)):
         await ride_out(lambda: board.write_trainer(_finished(progress, claim.epoch, store.names()[-1])))
+        await retention.once()
         log.info("the run is over already", update=progress.update, updates=config.run.updates)
         return
     initial = _initial_model(config)
@@ -170,7 +175,14 @@ async def _train(
             claim.epoch,
             tracer,
         )
-        await TrainerLoop(parts, progress).run(stop)
+        async with retention.beside():
+            await TrainerLoop(parts, progress).run(stop)
+
+
+def retention_of(config: RunConfig, archive: Archive, checkpoints: CheckpointStore) -> Retention:
+    """What erases archived text that is over its time."""
+    erase = ArchiveRetention(archive, checkpoints, partial(let_go, config.run.dir / FILE)).erase
+    return Retention([Duty("archive", config.retention.archive_h, in_thread(erase))], metrics.RETENTION)
 
 
 def published(store: VersionStore, progress: Progress, announced: Collection[str]) -> bool:

@@ -12,6 +12,7 @@ fell back over: they belong to a future that is no longer made, and must not com
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -171,6 +172,13 @@ class CheckpointStore:
         for path in reversed(self._paths()):
             if (found := self._load(path)) is not None:
                 yield found
+
+    def oldest_progress(self) -> Progress | None:
+        """Where the oldest checkpoint stands that is kept and can be read; its tensors are not verified."""
+        for path in self._paths():
+            with contextlib.suppress(OSError, ValidationError):  # gone meanwhile, or damaged: no start goes back to it
+                return Progress.model_validate_json((path / "progress.json").read_bytes())
+        return None
 
     def updates(self) -> list[int]:
         """Update numbers of the checkpoints on disk, whole or not, oldest first."""

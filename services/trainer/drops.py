@@ -91,7 +91,12 @@ class Drops:
 
     def let_go(self) -> set[str]:
         """Ids of all that were dropped, none of which the archive may offer again."""
-        return {drop.trajectory for drop in read_drops(self._path) if not drop.buried} if self._path else set()
+        return let_go(self._path) if self._path else set()
+
+
+def let_go(path: Path) -> set[str]:
+    """Ids of all that were dropped, by the file of a run."""
+    return {drop.trajectory for drop in read_drops(path) if not drop.buried}
 
 
 def read_drops(path: Path) -> Iterator[Drop]:

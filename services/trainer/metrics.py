@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from prometheus_client import Counter, Gauge, Histogram
 
 from sao.config.schema import RunConfig
+from sao.retention import RetentionMetrics
 from sao.telemetry.metrics import watch_disk
 from sao.trajectory import Trajectory
 from sao.v1 import trajectory_pb2 as pb
@@ -79,6 +80,14 @@ UPDATE_SECONDS = Histogram("sao_trainer_update_seconds", "From the first traject
 STORE_RESTORED = Counter("sao_trainer_restored_stores_total", "Starts that found the store emptied, or an older one")
 STORE_LOST = Counter("sao_trainer_lost_trajectories_total", "Accepted trajectories that a start missed in the store")
 OUTAGES = Counter("sao_trainer_store_outages_total", "Calls that found the stream store unavailable")
+RETENTION_ERASED = Counter(
+    "sao_trainer_retention_erased_total", "What was erased because its time was over, by class of text", ["class"]
+)
+RETENTION_FAILED = Counter(
+    "sao_trainer_retention_failed_passes_total", "Looks for such text that may have left some", ["class"]
+)
+RETENTION_PASSED = Gauge("sao_trainer_retention_passed_seconds", "Unix time of the last look that left none", ["class"])
+RETENTION = RetentionMetrics(RETENTION_ERASED, RETENTION_FAILED, RETENTION_PASSED)
 
 MAX_LAG = Gauge("sao_trainer_max_lag_updates", "trainer.max_lag: older tokens carry no weight")
 STARVATION_LIMIT = Gauge("sao_trainer_starvation_limit_seconds", "trainer.starvation_timeout_s")

@@ -49,32 +49,47 @@ async def lost_work(
     After a plain crash there are none: what no checkpoint holds was not settled and is delivered again. After a
     fall-back they may lie in any abandoned epoch, at updates before or after this one's.
     """
-    held, lacking = (_names(steps) for steps in _sorted_out(archive, progress))
-    forgone = {*progress.forgone_ids, *let_go}
-    found: dict[str, Archived] = {}
-    for step in sorted(lacking, key=lambda step: (step.epoch, step.update, step.step)):
+    again = offered_again(archive, progress, let_go)
+    found: list[Archived] = []
+    for step, ids in again.items():
         for trained in archive.load(step).trajectories:
             trajectory = Trajectory(trained.trajectory)
-            if trajectory.id in forgone or trajectory.id in found:
-                continue
-            if await ride_out(partial(streams.payload, trajectory.id)) is not None:
+            if trajectory.id not in ids or await ride_out(partial(streams.payload, trajectory.id)) is not None:
                 continue
             outcome = OUTCOME.validate_json(trained.outcome_json)
             if isinstance(outcome, Scored):
-                found[trajectory.id] = Archived(trajectory, outcome, trained.routed_experts, trained.forgotten)
-    # An abandoned branch trains only what its beginning lacked, so what it shares with this one comes after that.
-    first = min((step.update for step in lacking), default=0)
-    for step in held:
-        if not found:
-            return []
-        if step.update >= first:
-            for trained in archive.load(step).trajectories:
-                found.pop(trained.trajectory.id, None)
+                found.append(Archived(trajectory, outcome, trained.routed_experts, trained.forgotten))
     if found:
         log.warning(
             "training again what the restored checkpoint lacks", trajectories=len(found), update=progress.update
         )
-    return list(found.values())
+    return found
+
+
+def offered_again(archive: Archive, progress: Progress, let_go: Collection[str] = ()) -> dict[StepName, set[str]]:
+    """Trajectories that any epoch has trained on and `progress` lacks, by the step that trained on each first.
+
+    Those that the stream still has among them, which brings them by itself; none of `let_go`.
+    """
+    held, lacking = (_names(steps) for steps in _sorted_out(archive, progress))
+    forgone = {*progress.forgone_ids, *let_go}
+    found: dict[str, StepName] = {}
+    for step in sorted(lacking, key=lambda step: (step.epoch, step.update, step.step)):
+        for trained in archive.load(step).trajectories:
+            if trained.trajectory.id not in forgone:
+                found.setdefault(trained.trajectory.id, step)
+    # An abandoned branch trains only what its beginning lacked, so what it shares with this one comes after that.
+    first = min((step.update for step in lacking), default=0)
+    for step in held:
+        if not found:
+            break
+        if step.update >= first:
+            for trained in archive.load(step).trajectories:
+                found.pop(trained.trajectory.id, None)
+    again: dict[StepName, set[str]] = {}
+    for trajectory_id, step in found.items():
+        again.setdefault(step, set()).add(trajectory_id)
+    return again
 
 
 def undone(archive: Archive, progress: Progress, samples: int) -> dict[str, int]:

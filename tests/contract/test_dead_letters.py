@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from sao.streams.base import LETTER_BYTES, DeadEvent, DeadLetter, RequeueStatus, StreamFullError, StreamName
 from sao.streams.memory import MemoryStreams
 from tests.support.stores import Stores, memory_stores, open_stores
+from tests.support.waiting import eventually
 
 TRAJECTORIES, SCORED = StreamName.TRAJECTORIES, StreamName.SCORED
 TEXTS = len("broken: x") + len('{"ordinal": "0"}')
@@ -124,6 +127,25 @@ async def test_beyond_their_bound_the_oldest_are_forgotten_with_their_payloads_a
         totals = await stores.streams.dead_totals()
         assert totals.size == 2 * one
         assert totals.counts == {DeadEvent.BURIED: {"broken": 4}, DeadEvent.FORGOTTEN: {"broken": 2}}
+
+
+async def test_letters_that_are_over_their_time_are_forgotten_the_others_keep_their_place(stores: Stores) -> None:
+    streams = stores.streams
+    first, second = [await bury(stores, number, "invalid: x") for number in range(2)]
+    assert await streams.forget_dead_before(first.buried_ms) == 0, "not older than that"
+    moment = max(first.buried_ms, second.buried_ms) + 1
+    await eventually(lambda: time.time_ns() // 1_000_000 > moment, what="another millisecond")
+    later = await bury(stores, 2, "timeout: x")
+    assert await streams.forget_dead_before(moment) == 2
+    assert await streams.dead_letters(count=9) == [later]
+    payloads = [await streams.payload(letter.trajectory_id) for letter in (first, second, later)]
+    assert payloads == [None, None, b"payload"]
+    totals = await streams.dead_totals()
+    assert totals.size == later.size
+    assert totals.counts == {DeadEvent.BURIED: {"invalid": 2, "timeout": 1}, DeadEvent.FORGOTTEN: {"invalid": 2}}
+    assert await streams.forget_dead_before(moment) == 0
+    assert not await streams.drop_dead(first)
+    assert await streams.requeue_dead(later) is RequeueStatus.REQUEUED
 
 
 async def test_a_run_without_dead_letters_has_no_totals(stores: Stores) -> None:

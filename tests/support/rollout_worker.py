@@ -158,6 +158,7 @@ async def working(
     attempts: int = 3,
     plays: Task | None = None,
     tracer: Tracer = OFF,
+    drain_s: float = 2.0,
 ) -> AsyncIterator[Running]:
     """A worker at work until the block ends."""
     stop = asyncio.Event()
@@ -175,6 +176,7 @@ async def working(
         concurrency=concurrency,
         renew_every_s=renew_every_s,
         call_timeout_s=5.0,
+        drain_s=drain_s,
     )
     view = asyncio.create_task(rotation.run())
     task = asyncio.create_task(worker.run(stop))
@@ -182,6 +184,8 @@ async def working(
         yield Running(task, stop, rotation, health, publisher, spool)
     finally:
         stop.set()
-        await task
-        view.cancel()
-        spool.close()
+        try:
+            await task
+        finally:
+            view.cancel()
+            spool.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tools.manifests.consistency import over_preset
+from tools.manifests.consistency import GRACE_BEYOND_DRAIN_S, over_preset, setting
 from tools.manifests.render import ROOT
 
 FILE = ROOT / "docker-compose.yml"
@@ -103,6 +103,13 @@ def _of_profile(every: Services, profile: str) -> Iterator[str]:
     memory = chosen.get("SAO_STORE_MEMORY", "512mb")
     if memory != f"{config.get('redis', {}).get('maxmemory_mb', 512)}mb":
         yield f"the store has {memory}, redis.maxmemory_mb is {config.get('redis', {}).get('maxmemory_mb', 512)}"
+    unset = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", there["rollout"].get("stop_grace_period", "10s"))
+    grace, drain = chosen.get("SAO_ROLLOUT_GRACE", unset), setting(config, "rollout.drain_s")
+    if int(grace.removesuffix("s")) < drain + GRACE_BEYOND_DRAIN_S:
+        yield f"rollout has {grace} to stop, expected rollout.drain_s {drain:g} and {GRACE_BEYOND_DRAIN_S} s"
+    for needed in {"ingest", "engine", "engine-cpu"} & there.keys():
+        if needed not in there["rollout"]["depends_on"]:
+            yield f"rollout may stop after {needed}, which its last episodes need"
     if profile == "gpu":
         yield from _gpus(there, config)
 

@@ -12,8 +12,16 @@ from tools.manifests.render import ROOT, Object, Pod, named, pods
 SECRET = "sao"  # noqa: S105 - its name
 SECRET_KEYS = frozenset({"auth-token", "redis-password", "redis-url"})
 GPU = "nvidia.com/gpu"
-GRACE_BEYOND_EPISODE_S = 30
-_DEFAULT_DEADLINE_S = 300.0
+GRACE_BEYOND_DRAIN_S = 30
+"""For what a worker does after its drain, and an engine after its worker; more than one call of ingest takes."""
+DEFAULTS = {
+    "ingest.episode_deadline_s": 300.0,
+    "rollout.drain_s": 2.0,
+    "rollout.concurrency": 8,
+    "rollout.max_tokens": 96,
+    "hardware.engine_share": 0.9,
+}
+"""Of the schema, which is not at hand here."""
 _PINNED = re.compile(r"^[^:@]+(:[0-9v][\w.-]*|@sha256:[0-9a-f]{64})$")
 
 
@@ -201,6 +209,30 @@ def _hardware(objects: Sequence[Object]) -> Iterator[str]:
         for name, value in wanted.items():
             if (found := option(pod.container("engine"), name)) != str(value):
                 yield f"{pod.owner}: --{name} is {found}, the run file says {value}"
+        yield from (f"{pod.owner}: {text}" for text in _engine_bounds(pod.container("engine"), config))
+    total = ranks + hardware["engines"] * hardware["engine_gpus"]
+    if total != hardware["gpus"]:
+        yield f"trainer and engines have {total} GPUs, hardware.gpus is {hardware['gpus']}"
+    if not scaled:
+        yield from _load(sum(pod.count for pod in pods(objects) if pod.name == "rollout"), replicas, config)
+
+
+def _engine_bounds(container: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[str]:
+    """Flags that an engine need not have, and that `sao check` counts on where it has them."""
+    share, longest = setting(config, "hardware.engine_share"), setting(config, "rollout.max_tokens")
+    if (found := option(container, "mem-fraction-static")) is not None and float(found) != share:
+        yield f"--mem-fraction-static is {found}, hardware.engine_share is {share:g}"
+    if (found := option(container, "context-length")) is not None and int(found) < longest:
+        yield f"--context-length is {found}, rollout.max_tokens is {longest:g}"
+
+
+def _load(workers: int, engines: int, config: Mapping[str, Any]) -> Iterator[str]:
+    """What all workers play at a time is what the engines can hold."""
+    episodes = workers * setting(config, "rollout.concurrency") / engines
+    if episodes > config["engine"]["max_running_requests"]:
+        yield f"{episodes:g} episodes for each engine, engine.max_running_requests is less"
+    if episodes * setting(config, "rollout.max_tokens") > config["engine"]["max_total_tokens"]:
+        yield f"{episodes:g} of the longest episodes for each engine, engine.max_total_tokens may not hold them"
 
 
 def _store(objects: Sequence[Object]) -> Iterator[str]:
@@ -212,11 +244,33 @@ def _store(objects: Sequence[Object]) -> Iterator[str]:
 
 
 def _grace(objects: Sequence[Object]) -> Iterator[str]:
-    deadline = effective(objects).get("ingest", {}).get("episode_deadline_s", _DEFAULT_DEADLINE_S)
+    """A worker that is asked to stop may finish what it plays, and its engine stays until it has."""
+    config = effective(objects)
+    drain, deadline = setting(config, "rollout.drain_s"), setting(config, "ingest.episode_deadline_s")
+    if drain < deadline:
+        yield f"rollout.drain_s is {drain:g}: a stop leaves episodes, which may take {deadline:g} s, to be played again"
     for pod in pods(objects):
-        if pod.name == "rollout" and pod.spec["terminationGracePeriodSeconds"] < deadline + GRACE_BEYOND_EPISODE_S:
-            seconds = pod.spec["terminationGracePeriodSeconds"]
-            yield f"{pod.owner}: a grace of {seconds} s does not fit an episode of {deadline:g} s and 30 s for the rest"
+        if pod.name != "rollout":
+            continue
+        seconds = pod.spec["terminationGracePeriodSeconds"]
+        if seconds < drain + GRACE_BEYOND_DRAIN_S:
+            wanted = f"rollout.drain_s {drain:g} and {GRACE_BEYOND_DRAIN_S} s"
+            yield f"{pod.owner}: a grace of {seconds} s, expected at least {wanted}"
+        for one in pod.spec["containers"]:
+            if one["name"] == "engine" and not _waits_for(one, config["rollout"]["metrics_port"]):
+                yield f"{pod.owner}/engine: no preStop that waits until the worker beside it is gone"
+
+
+def _waits_for(container: Mapping[str, Any], port: int) -> bool:
+    """Whether it stops only when nobody listens on this port of its pod any more: all get SIGTERM at once otherwise."""
+    words = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [])
+    return f"('127.0.0.1', {port})" in " ".join(words)
+
+
+def setting(config: Mapping[str, Any], key: str) -> float:
+    """One of DEFAULTS, where the tables do not say otherwise."""
+    section, name = key.split(".")
+    return float(config.get(section, {}).get(name, DEFAULTS[key]))
 
 
 def _scaling(objects: Sequence[Object]) -> Iterator[str]:

@@ -177,6 +177,44 @@ def _short_grace(objects: Sequence[Object]) -> None:
     pod(objects, "StatefulSet", "rollout")["terminationGracePeriodSeconds"] = 30
 
 
+def _flag(objects: Sequence[Object], flag: str) -> None:
+    container(objects, "StatefulSet", "rollout", "engine")["args"].append(flag)
+
+
+def _another_share(objects: Sequence[Object]) -> None:
+    _flag(objects, "--mem-fraction-static=0.5")
+
+
+def _short_context(objects: Sequence[Object]) -> None:
+    _flag(objects, "--context-length=16384")
+
+
+def _more_workers(objects: Sequence[Object]) -> None:
+    one(objects, "StatefulSet", "rollout")["spec"]["replicas"] = 5
+
+
+def _more_gpus(objects: Sequence[Object]) -> None:
+    _in_run_file(objects, "gpus = 8", "gpus = 16")
+
+
+def _longer_drain(objects: Sequence[Object]) -> None:
+    _in_run_file(objects, "drain_s = 300.0", "drain_s = 320.0")
+
+
+def _no_drain(objects: Sequence[Object]) -> None:
+    _in_run_file(objects, "drain_s = 9600.0", "drain_s = 2.0")
+
+
+def _in_run_file(objects: Sequence[Object], before: str, after: str) -> None:
+    data = one(objects, "ConfigMap", "run-file")["data"]
+    assert before in data["run.toml"]
+    data["run.toml"] = data["run.toml"].replace(before, after)
+
+
+def _hasty_engine(objects: Sequence[Object]) -> None:
+    container(objects, "StatefulSet", "rollout", "engine")["lifecycle"] = {"preStop": {"sleep": {"seconds": 5}}}
+
+
 def _pending_entries(objects: Sequence[Object]) -> None:
     said = one(objects, "ScaledObject", "reward")["spec"]["triggers"][0]["metadata"]
     said["pendingEntriesCount"] = said.pop("lagCount")
@@ -225,6 +263,14 @@ MUTATIONS = (
     Mutation("GPUs without a toleration", "gpu", "consistency", _no_toleration),
     Mutation("a store smaller than the run file says", "gpu", "consistency", _smaller_store),
     Mutation("a grace shorter than an episode", "gpu", "consistency", _short_grace),
+    Mutation("another share of the memory for an engine", "gpu", "consistency", _another_share),
+    Mutation("a context shorter than a trajectory", "gpu", "consistency", _short_context),
+    Mutation("more episodes than the engines hold", "gpu-multi", "consistency", _more_workers),
+    Mutation("more GPUs than there are pods for", "gpu", "consistency", _more_gpus),
+    Mutation("a drain longer than the grace", "cpu", "consistency", _longer_drain),
+    Mutation("a drain shorter than an episode", "gpu-multi", "consistency", _no_drain),
+    Mutation("an engine that stops before its worker", "cpu", "consistency", _hasty_engine),
+    Mutation("an engine on a GPU that stops before its worker", "gpu", "consistency", _hasty_engine),
     Mutation("scaling on pending entries", "keda", "consistency", _pending_entries),
     Mutation("scaling on another run's stream", "keda", "consistency", _another_run),
     Mutation("a Secret key that nobody makes", "cpu", "consistency", _unknown_secret),

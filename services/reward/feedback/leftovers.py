@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from sao.config.schema import FeedbackSection
 from sao.streams.base import StreamError, StreamName
 from sao.streams.room import WaitingRoom
 from sao.telemetry.logs import get_logger
@@ -13,6 +14,8 @@ from services.reward.feedback.desk import VALUE, rest_of
 
 LOOK_EVERY_S = 5.0
 """A replica that still runs with the older file may go on parking."""
+KEPT_MS = int(FeedbackSection().deadline_s * 1000)
+"""How long an answer stays that nothing here waits for: such a replica may park its trajectory yet."""
 _AT_ONCE = 256
 
 log = get_logger(__name__)
@@ -29,6 +32,7 @@ class Leftovers:
         while True:
             try:
                 await self.send_back()
+                await self.forget()
             except StreamError as error:
                 metrics.STORE_RETRIES.inc()
                 log.warning("the waiting room could not be looked at", error=str(error))
@@ -47,3 +51,8 @@ class Leftovers:
             log.warning("sent back for scoring: the run file has no [reward.feedback] any more", trajectories=gone)
             if gone == 0:
                 return
+
+    async def forget(self) -> None:
+        """Let go of answers that came to nothing, and of those that were joined."""
+        before_ms = time.time_ns() // 1_000_000 - KEPT_MS
+        await self._room.forget(kept_before_ms=before_ms, joined_before_ms=before_ms, remembered=_AT_ONCE)

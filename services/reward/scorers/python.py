@@ -11,13 +11,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from sao.config import ConfigError
-from sao.config.schema import PythonScorerSection
+from sao.config.schema import SCORER_ENTRY_POINTS, PythonScorerSection
 from sao.tasks.base import Scorer
 from services.reward.pool import ThreadPool
 from services.reward.scorers.base import ScoringRequest, checked, mapping_of
-
-ENTRY_POINTS = "sao.scorers"
-"""Group in which a package offers its scorers by name."""
 
 
 class PythonScorer:
@@ -80,12 +77,11 @@ def _attribute(target: str, key: str) -> object:
 
 
 def _entry_point(target: str, key: str) -> object:
-    offered = entry_points(group=ENTRY_POINTS)
+    offered = entry_points(group=SCORER_ENTRY_POINTS)
     if target not in offered.names:
         names = ", ".join(sorted(offered.names)) or "none"
-        reason = (
-            f"{target!r} is neither package.module:attribute nor an entry point of {ENTRY_POINTS}; there are {names}"
-        )
+        group = f"entry point of {SCORER_ENTRY_POINTS}; there are {names}"
+        reason = f"{target!r} is neither package.module:attribute nor an {group}"
         raise ConfigError(key, reason)
     try:
         found: object = offered[target].load()

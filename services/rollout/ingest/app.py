@@ -15,6 +15,7 @@ from sao.accepted import AcceptedLog
 from sao.board.base import Board
 from sao.config import RunConfig
 from sao.invariants import Limits
+from sao.retention import Duty, Retention
 from sao.routing import RoutingShape, replayed_routing
 from sao.store_memory import read_use
 from sao.streams.base import StreamUnavailableError, TrajectoryStreams
@@ -33,6 +34,7 @@ from services.rollout.ingest.hangups import LOGGER, HangUps
 from services.rollout.ingest.known import KnownVersions
 from services.rollout.ingest.leases.base import LeaseLedger
 from services.rollout.ingest.pressure import PressureWatch
+from services.rollout.ingest.retention import DeadLetterRetention
 from services.rollout.ingest.server import IngestServicer
 
 log = get_logger(__name__)
@@ -62,11 +64,12 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         log.info("serving", address=f"{config.ingest.bind}:{port}")
         health.idle("waiting for the first weight version")
         store = FileSystemVersionStore(config.versions_dir, min_free_bytes=0)
-        checkpoint = await first_checkpoint(store, board, stop)
-        if checkpoint is not None:
-            routing = replayed_routing(config, checkpoint)
-            servicer.open(limits_for(config, vocabulary_size(checkpoint), routing))
-            await _watch(streams, ledger, health, PressureWatch(config.redis), stop)
+        async with retention_of(config, streams).beside():
+            checkpoint = await first_checkpoint(store, board, stop)
+            if checkpoint is not None:
+                routing = replayed_routing(config, checkpoint)
+                servicer.open(limits_for(config, vocabulary_size(checkpoint), routing))
+                await _watch(streams, ledger, health, PressureWatch(config.redis), stop)
         await server.stop(_GRACE_S)
     finally:
         accepted.close()
@@ -75,6 +78,12 @@ async def main(config: RunConfig, stop: asyncio.Event) -> None:
         await board.close()
         await tracer.close()
         telemetry.close()
+
+
+def retention_of(config: RunConfig, streams: TrajectoryStreams) -> Retention:
+    """What erases dead letters that are over their time; any number of replicas may look at one store."""
+    duty = Duty("dead_letters", config.retention.dead_letters_h, DeadLetterRetention(streams, config.redis).erase)
+    return Retention([duty], metrics.RETENTION)
 
 
 def limits_for(config: RunConfig, vocab_size: int, routing: RoutingShape | None = None) -> Limits:

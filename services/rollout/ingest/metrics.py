@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge, Histogram
 
 from sao.config.schema import RunConfig
+from sao.retention import RetentionMetrics
 from sao.streams.base import AppendStatus
 from sao.telemetry.metrics import watch_disk
 
@@ -40,6 +41,14 @@ EPISODE_DEADLINE = Gauge(
     "sao_ingest_episode_deadline_seconds", "ingest.episode_deadline_s: the longest an episode lasts"
 )
 STORE_ERRORS = Counter("sao_ingest_store_errors_total", "Calls that the stream store did not serve", ["kind"])
+RETENTION_ERASED = Counter(
+    "sao_ingest_retention_erased_total", "What was erased because its time was over, by class of text", ["class"]
+)
+RETENTION_FAILED = Counter(
+    "sao_ingest_retention_failed_passes_total", "Looks for such text that may have left some", ["class"]
+)
+RETENTION_PASSED = Gauge("sao_ingest_retention_passed_seconds", "Unix time of the last look that left none", ["class"])
+RETENTION = RetentionMetrics(RETENTION_ERASED, RETENTION_FAILED, RETENTION_PASSED)
 
 
 def show_settings(config: RunConfig) -> None:

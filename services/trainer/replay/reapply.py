@@ -99,7 +99,7 @@ class _Trainer:
         """The archived update once more, from its trajectories, raw reward components and lags."""
         preference = _preference(logged)
         if gone := [one.trajectory.id for one in logged.trajectories if one.forgotten]:
-            msg = f"update {logged.update} is forgotten: the text of {', '.join(gone)} was erased (`sao forget`)"
+            msg = f"update {logged.update} is forgotten: the text of {', '.join(gone)} was erased (docs/privacy.md)"
             raise CannotReplayError(msg)
         judged = [self._judged(trained, preference) for trained in logged.trajectories]
         taken = batcher.again(judged, self.config, self.baseline)

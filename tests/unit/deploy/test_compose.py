@@ -23,6 +23,9 @@ MISTAKES = {
     "no engine without GPUs": ("aliases: [engine]", "aliases: [engines]"),
     "fewer GPUs than ranks": ('["0", "1", "2", "3", "4", "5"]', '["0", "1", "2", "3", "4"]'),
     "a GPU given twice": ('device_ids: ["6"]', 'device_ids: ["5"]'),
+    "a grace shorter than an episode": ("${SAO_ROLLOUT_GRACE:-330s}", "${SAO_ROLLOUT_GRACE:-30s}"),
+    "an engine that stops before its worker": ("engine-cpu: {condition: service_started, required: false}", ""),
+    "an ingest that stops before the worker": ("ingest: {condition: service_started}", ""),
     "another cache than the run file says": ("--max-total-tokens=262144", "--max-total-tokens=524288"),
 }
 

@@ -8,11 +8,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from sao.cli.main import app
 from sao.cli.task_check import refuse_unusable_task
-from sao.config.derived import policy_parameters
+from sao.config.derived import engine_bytes, policy_parameters, stop_s, trainer_bytes
 from sao.config.fits import refuse_what_cannot_fit
-from sao.config.schema import RunConfig
+from sao.config.schema import ModelSection, RunConfig
 from tests.unit.deploy import files
 from tools.manifests import consistency, edges, mutations
 from tools.manifests.render import K8S, OVERLAYS, Object, kubectl, loader, named, pods, render, render_with
@@ -52,6 +54,99 @@ def test_its_run_file_is_valid_and_fits_its_gpus(overlay: list[Object]) -> None:
     for one in files.containers(overlay):
         for name, value in one.settings.items():
             files.run_config(overlay, **{name: value})
+
+
+def checked(tmp_path: Path, objects: list[Object], before: str = "", after: str = "") -> Result:
+    """`sao check` of the run file that an overlay's pods read, a text in it replaced."""
+    path, text = tmp_path / "run.toml", consistency.run_file(objects)
+    assert before in text
+    path.write_text(text.replace(before, after) if before else text)
+    return CliRunner().invoke(app, ["check", str(path)], env={"COLUMNS": "200"})
+
+
+VERDICTS = {
+    "cpu": "trains on CPU, no GPU is compared",
+    "gpu": "fits 8 GPUs of 80 GiB: 6 trainer rank(s), 2 engine(s) of 1",
+    "gpu-multi": "fits 32 GPUs of 80 GiB: 16 trainer rank(s), 2 engine(s) of 8",
+}
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_sao_check_says_what_its_run_file_fits(name: str, tmp_path: Path) -> None:
+    found = checked(tmp_path, files.overlay(name))
+    assert found.exit_code == 0, found.output
+    assert f"memory {VERDICTS.get(name, VERDICTS['gpu'])}" in found.output
+    doubted = {line.split()[1].rstrip(":") for line in found.output.splitlines() if line.startswith("warning ")}
+    # The token comes from the Secret, the model is on the volume.
+    assert doubted <= {"auth.token", "model.path"}
+
+
+@pytest.mark.parametrize(
+    ("overlay", "before", "after", "key"),
+    [
+        ("gpu", "parameters = 8_190_735_360", "parameters = 32_762_123_264", "trainer.ranks"),
+        ("gpu-multi", "gpu_memory_gib = 80", "gpu_memory_gib = 6", "trainer.ranks"),
+        ("gpu", "ranks = 6", "ranks = 7", "hardware.gpus"),
+        ("gpu", "engine_gpus = 1 ", "engine_gpus = 2 ", "hardware.gpus"),
+        ("gpu", "max_total_tokens = 262144", "max_total_tokens = 32767", "engine.max_total_tokens"),
+    ],
+)
+def test_sao_check_refuses_a_run_file_that_cannot_be(
+    overlay: str, before: str, after: str, key: str, tmp_path: Path
+) -> None:
+    found = checked(tmp_path, files.overlay(overlay), before, after)
+    assert found.exit_code == 2
+    assert f"configuration error: {key}" in found.output
+
+
+@pytest.mark.parametrize(
+    ("overlay", "before", "after", "key"),
+    [
+        ("gpu", "gpu_memory_gib = 80", "gpu_memory_gib = 40", "trainer.ranks"),
+        ("gpu", "max_total_tokens = 262144", "max_total_tokens = 600000", "engine.max_total_tokens"),
+        ("gpu", "drain_s = 9600.0", "drain_s = 9601.0", "rollout.drain_s"),
+    ],
+)
+def test_sao_check_doubts_a_run_file_that_may_not_be(
+    overlay: str, before: str, after: str, key: str, tmp_path: Path
+) -> None:
+    found = checked(tmp_path, files.overlay(overlay), before, after)
+    assert found.exit_code == 0
+    assert f"warning {key}:" in found.output
+    assert ("may not fit" in found.output) == (key != "rollout.drain_s")
+
+
+def test_what_is_taken_for_a_default_is_one() -> None:
+    """The checks of `make k8s-check` run where the schema is not at hand."""
+    for key, value in consistency.DEFAULTS.items():
+        section, name = key.split(".")
+        assert getattr(getattr(RunConfig(), section), name) == value
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_its_workers_may_end_what_they_play(name: str) -> None:
+    """A worker's own stop, the engine's after it and the last call of ingest fit into the grace period."""
+    objects = files.overlay(name)
+    config = files.run_config(objects)
+    (worker,) = (pod for pod in pods(objects) if pod.name == "rollout")
+    assert config.ingest.episode_deadline_s <= config.rollout.drain_s
+    assert stop_s(config) < worker.spec["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_a_pod_on_cpu_holds_what_it_computes_with(name: str) -> None:
+    objects = files.overlay(name)
+    config = files.run_config(objects)
+    if config.trainer.device == "cuda":
+        assert config.hardware.gpu_memory_gib is not None, "compared by sao check"
+        return
+    tiny = config.model_copy(update={"model": ModelSection()})
+    count = policy_parameters(tiny)
+    assert count is not None
+    by_name = {one["name"]: one["resources"]["limits"]["memory"] for pod in pods(objects) for one in pod.containers}
+    for container, need in (("trainer", trainer_bytes(tiny, count)), ("engine", engine_bytes(tiny, count))):
+        assert need is not None
+        assert need < int(by_name[container].removesuffix("Gi")) * 2**30
 
 
 def test_its_ports_and_names_are_those_of_its_run_file(overlay: list[Object]) -> None:

@@ -48,6 +48,19 @@ def test_warnings_name_their_key_and_do_not_fail(app: typer.Typer) -> None:
     assert "warning trainer.max_lag: 9 updates" in result.stdout
 
 
+def test_a_scorer_that_does_not_exist_is_told(app: typer.Typer) -> None:
+    def found(target: str) -> Result:
+        scorer = "reward.scorers.mine"
+        sets = [f"{scorer}.kind=python", f'{scorer}.target="{target}"', f'{scorer}.components={{a="b"}}']
+        return run(app, "--preset", "tiny", *(part for one in sets for part in ("--set", one)))
+
+    assert "warning reward.scorers.mine.target: no module nowhere" in found("nowhere:wording").stdout
+    wrong = found("sao.ids:uuid8")
+    assert wrong.exit_code == 2
+    assert "reward.scorers.mine.target: module sao.ids has no 'uuid8'" in wrong.stderr
+    assert "warning" not in found("sao.ids:uuid7").stdout
+
+
 def test_a_run_that_its_gpus_cannot_hold_exits_2_with_the_numbers(app: typer.Typer) -> None:
     sets = ["hardware.gpu_memory_gib=80", "hardware.parameters=30532122624", "trainer.ranks=2"]
     result = run(app, "--preset", "paper-math", *(part for one in sets for part in ("--set", one)))

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from sao.config import ConfigError, RunConfig, load_run_config
 from sao.config.derived import cache_bytes, least_trainer_bytes, policy_parameters, trainer_bytes
 from sao.config.doubts import doubts
-from sao.config.fits import GIB, refuse_what_cannot_fit
+from sao.config.fits import GIB, refuse_what_cannot_fit, verdict
 
 QWEN3_30B = 30_532_122_624
 EIGHT_80 = ("hardware.gpu_memory_gib=80", f"hardware.parameters={QWEN3_30B}", "hardware.engine_gpus=2")
 
 
 def paper(*sets: str) -> RunConfig:
-    return load_run_config(None, ["model.path=nowhere", *EIGHT_80, *sets], {}, preset="paper-math")
+    base = ["model.path=nowhere", "hardware.gpus=none", "hardware.engines=1", *EIGHT_80]
+    return load_run_config(None, [*base, *sets], {}, preset="paper-math")
 
 
 def refused(config: RunConfig) -> tuple[str, str]:
@@ -70,6 +71,30 @@ def test_a_cache_that_does_not_fit_beside_the_weights_is_doubted() -> None:
     assert "engine.max_total_tokens" not in doubted(less)
 
 
+def test_a_trajectory_longer_than_an_engines_cache_is_refused() -> None:
+    key, text = refused(paper("trainer.ranks=16", "engine.max_total_tokens=32767"))
+    assert key == "engine.max_total_tokens"
+    assert "32767 tokens of cache do not hold one trajectory of rollout.max_tokens 32768" in text
+    refuse_what_cannot_fit(paper("trainer.ranks=16", "engine.max_total_tokens=32768"))
+
+
+def test_an_engine_that_may_take_less_of_its_gpu_holds_less() -> None:
+    half = paper("trainer.ranks=16", "hardware.engine_share=0.5", "hardware.engine_gpus=1")
+    key, text = refused(half)
+    assert (key, "40 GiB of each of 1 GPU(s) do not hold 56.9 GiB" in text) == ("hardware.engine_gpus", True)
+    assert "at least 2" in text
+
+
+@pytest.mark.parametrize("preset", ["paper-math", "paper-code", "online-writing"])
+def test_each_paper_preset_says_on_what_it_fits(preset: str) -> None:
+    config = load_run_config(None, [], {}, preset=preset)
+    refuse_what_cannot_fit(config)
+    assert verdict(config).startswith("fits 32 GPUs of 80 GiB: 16 trainer rank(s), 2 engine(s) of 8; at most 56.9 GiB")
+    less = load_run_config(None, ["hardware.gpu_memory_gib=40"], {}, preset=preset)
+    assert verdict(less).startswith("may not fit 32 GPUs of 40 GiB")
+    assert verdict(less).endswith("see the warning of trainer.ranks")
+
+
 def test_more_processes_than_gpus_are_refused() -> None:
     key, text = refused(paper("trainer.ranks=16", "hardware.gpus=19", "hardware.engines=2"))
     assert key == "hardware.gpus"
@@ -78,8 +103,9 @@ def test_more_processes_than_gpus_are_refused() -> None:
 
 
 def test_without_the_gpus_memory_nothing_is_said_about_it() -> None:
-    config = load_run_config(None, ["model.path=nowhere", f"hardware.parameters={QWEN3_30B}"], {}, preset="paper-math")
+    config = paper("hardware.gpu_memory_gib=none")
     refuse_what_cannot_fit(config)
+    assert verdict(config) == "whether it fits its GPUs is not known: set hardware.gpus, hardware.gpu_memory_gib"
     assert "trainer.ranks" not in doubted(config)
     assert "model.path" not in doubted(config)
     assert policy_parameters(config) == QWEN3_30B

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,16 @@ async def test_a_run_that_asks_no_more_leaves_nothing_waiting_for_ever(reception
     fields = {one.trajectory_id: dict(one.fields) for one in back}
     assert fields[ids[0]] == {"task": "steered", "ordinal": "0", "feedback": "0.25"}
     assert fields[ids[1]] == {"task": "steered", "ordinal": "1"}
+
+
+async def test_a_run_that_asks_no_more_forgets_answers_that_came_to_nothing(reception: Reception) -> None:
+    room = reception.streams.room
+    ids = await append(reception.streams, 2)
+    now_ms = time.time_ns() // 1_000_000
+    for one, at_ms in zip(ids, (1, now_ms - 1000), strict=True):
+        await room.answer(one, Feedback(value=0.25, at_ms=at_ms, author="what a person wrote"), kept_max=9)
+    await Leftovers(room).forget()
+    assert (await room.use()).kept == 1, "an older replica may park the other one yet"
 
 
 async def test_a_service_without_feedback_clears_the_room_that_an_earlier_one_has_filled(

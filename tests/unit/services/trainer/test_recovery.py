@@ -53,9 +53,15 @@ class Run:
     checkpoints: list[tuple[Progress, list[str], list[tuple[int, int, int]]]] = field(default_factory=list)
     ever: set[str] = field(default_factory=set)
 
+    def name(self, number: int) -> str:
+        return f"trajectory-{number}"
+
+    def number(self, name: str) -> int:
+        return int(name.split("-")[1])
+
     def step(self, size: int) -> None:
         while len(self.queue) < size:
-            self.streams.waiting.append(f"trajectory-{next(self.numbers)}")
+            self.streams.waiting.append(self.name(next(self.numbers)))
             self.queue.append(self.streams.waiting[-1])
         ids, self.queue = self.queue[:size], self.queue[size:]
         warming = self.update == 0 and self.critic_only < WARM_UP
@@ -67,9 +73,9 @@ class Run:
                 trainer_epoch=self.epoch,
                 trajectories=[
                     archive_pb2.TrainedTrajectory(
-                        trajectory=trajectory_pb2.Trajectory(id=trajectory_id),
+                        trajectory=trajectory_pb2.Trajectory(id=trajectory_id, task_payload_json="what was written"),
                         outcome_json=SCORED.model_dump_json(),
-                        reward=float(trajectory_id.split("-")[1]),
+                        reward=float(self.number(trajectory_id)),
                     )
                     for trajectory_id in ids
                 ],
@@ -104,7 +110,7 @@ class Run:
 
         assert len(again) == len(set(again))
         assert set(again) == self.ever - set(self.held) - set(self.streams.waiting)
-        window = [f"trajectory-{reward:.0f}" for _, reward in recent_values(self.archive, self.begun, 3)]
+        window = [self.name(int(reward)) for _, reward in recent_values(self.archive, self.begun, 3)]
         assert window == self.held[-3:]
         self.queue = again + [i for i in self.streams.waiting if i not in self.held]
 
