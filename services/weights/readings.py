@@ -123,7 +123,7 @@ class ReadAhead:
     def look(self) -> None:
         """Once: a file that is as it was at the look before is read now."""
         seen: dict[Path, Identity] = {}
-        for file in (file for directory in self._store.staged() for file in _files(directory)):
+        for file in (file for directory in self._store.staged() for file in _staged_files(directory)):
             with suppress(FileNotFoundError):  # committed or given up since
                 seen[file] = identity(file)
                 begun = self._begun.setdefault(file, [])
@@ -145,6 +145,13 @@ class ReadAhead:
             with suppress(TimeoutError):
                 async with asyncio.timeout(every_s):
                     await stop.wait()
+
+
+def _staged_files(directory: Path) -> list[Path]:
+    try:
+        return _files(directory)
+    except FileNotFoundError:  # committed or given up while it was listed
+        return []
 
 
 def _files(directory: Path) -> list[Path]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -145,6 +148,19 @@ def test_a_version_that_is_given_up_is_no_error(store: MemoryVersionStore, read:
     ahead.look()
     store.roll_back([])
     ahead.look()
+    assert not read
+
+
+def test_a_version_that_goes_while_its_folder_is_listed_is_no_error(
+    store: MemoryVersionStore, read: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone_meanwhile(folder: Path, _: str) -> Iterator[Path]:
+        shutil.rmtree(folder)
+        return map(Path, os.scandir(folder))
+
+    begin(store, 1.0)
+    monkeypatch.setattr(Path, "rglob", gone_meanwhile)
+    ReadAhead(store, Readings()).look()
     assert not read
 
 
