@@ -8,7 +8,7 @@
 # make images-check   build the CPU images, run overlay cpu from them in containers (docs/kubernetes.md); root, buildah, podman, kubectl
 # make chaos ROUNDS=100   kill, stop, cut off and damage what runs, then account for every trajectory (docs/chaos.md)
 # make alerts-check   promtool over alert rules and their tests, then a real Prometheus over a real run (needs Debian's prometheus)
-# make prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability | prove-fuzz | prove-soak | prove-transitions | prove-weights | prove-online | prove-judge | prove-preferences-api | prove-feedback   the README's claims (minutes a seed)
+# make prove-algorithms | prove-learning | prove-streaming | prove-preference | prove-engines | prove-stability | prove-fuzz | prove-soak | prove-transitions | prove-weights | prove-online | prove-judge | prove-preferences-api | prove-feedback   the README's claims (minutes a seed)
 PYTHON ?= python3.11
 PRESET ?= tiny
 ARGS ?=
@@ -17,7 +17,7 @@ BIN := .venv/bin
 CODE := sao services tests engine/sglang_cpuref tools bench deploy
 export OMP_NUM_THREADS := 1
 
-PROOFS := prove-learning prove-streaming prove-preference prove-engines prove-stability prove-fuzz prove-soak prove-transitions prove-weights prove-online prove-judge prove-put prove-feedback
+PROOFS := prove-algorithms prove-learning prove-streaming prove-preference prove-engines prove-stability prove-fuzz prove-soak prove-transitions prove-weights prove-online prove-judge prove-put prove-feedback
 
 .PHONY: $(PROOFS) prove-preferences-api help setup run test browser alerts-check k8s-check network-check compose-check images-check chaos check format proto locks clean
 

@@ -20,10 +20,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
+from bench import algorithms as every_algorithm
 from bench import online as styles
 from bench.comparison import draw_comparison
 from bench.feedback import run as late_feedback
@@ -39,6 +40,7 @@ from bench.weights.rollback import prove as roll_back
 from bench.weights.sync import prove as measure_sync
 from sao.board.base import EngineState
 from sao.config import load_run_config
+from sao.config.algorithms import ALGORITHMS, AlgorithmName
 from sao.curves import moving_average
 from sao.rows import TrainedRow, read_rows
 from sao.tasks import load_task
@@ -269,6 +271,16 @@ def feedback(case: str, run: Path) -> dict[str, Any]:
     return {**found, "passed": found["passed"] and enough}
 
 
+def algorithms(case: str, run: Path) -> dict[str, Any]:
+    """Bar: 100 updates on the real stack: none missing or skipped, nothing trained twice, no process started again;
+    groups whole and each rollout compared with its fellow; lag where the algorithm is asynchronous, none where not.
+    """
+    algorithm = cast("AlgorithmName", case)
+    report = finish(start(run, "0", *every_algorithm.arguments(algorithm)), run)
+    found = every_algorithm.judge(algorithm, run)
+    return {"passed": not found["problems"], **found, **common(report)}
+
+
 WEIGHTS = {
     "failures": provoke_failures,
     "fleet": publish_to_a_fleet,
@@ -307,6 +319,7 @@ class Proof:
 
 
 PROOFS: dict[str, Proof] = {
+    "algorithms": Proof(algorithms, tuple(ALGORITHMS)),
     "learning": Proof(learning),
     "streaming": Proof(streaming),
     "preference": Proof(preference),
