@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import redis
+import structlog
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -28,6 +31,10 @@ from tests.support.valkey import valkey
 # How long one example takes says how busy the machine is, nothing about the code.
 settings.register_profile("any-machine", deadline=None)
 settings.load_profile("any-machine")
+
+# A shell that starts the tests in the background has them ignore it, and with them every process that they interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,6 +62,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> EnginesInOneWorker:
     """An engine takes a core and gigabytes, and ends when it was not up in time: never two of them at once."""
     return EnginesInOneWorker(config, log)
+
+
+@pytest.fixture(autouse=True)
+def logs_go_where_they_went() -> Iterator[None]:
+    """A process that is started within a test configures its logs, and would for every later test too."""
+    yield
+    if structlog.is_configured():
+        structlog.reset_defaults()
+        root = logging.getLogger()
+        root.handlers[:] = [
+            one for one in root.handlers if not isinstance(one.formatter, structlog.stdlib.ProcessorFormatter)
+        ]
+        root.setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")
