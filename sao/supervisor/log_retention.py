@@ -6,7 +6,7 @@ import time
 
 from sao.config.schema import Hours
 from sao.log_ages import erase_lines_before
-from sao.retention import HOUR_S, pause_s
+from sao.retention import HOUR_S, pause_s, with_rest
 from sao.supervisor.folder import RunFolder
 
 
@@ -23,12 +23,14 @@ class LogRetention:
         if self._keep_h == "forever" or time.monotonic() < self._next:
             return ""
         self._next = time.monotonic() + pause_s(self._keep_h)
-        before_s, erased = time.time() - self._keep_h * HOUR_S, 0
-        try:
-            for path in sorted(self._folder.logs.glob("*.log*")):
+        before_s, erased, left = time.time() - self._keep_h * HOUR_S, 0, list[str]()
+        for path in sorted(self._folder.logs.glob("*.log*")):
+            try:
                 erased += erase_lines_before(path, before_s)
-        except OSError as error:
-            return f"lines over retention.logs_h are left: {error.filename or self._folder.logs}: {error.strerror}"
+            except FileNotFoundError:
+                continue  # rotated away meanwhile
+            except OSError as error:
+                left.append(f"{path}: {error.strerror}")
         if erased:
             self._folder.note("erased", detail=f"{erased} lines of logs, over retention.logs_h")
-        return ""
+        return f"lines over retention.logs_h are left: {with_rest(left)}" if left else ""

@@ -30,6 +30,7 @@ def of_valkey(at_s: float) -> bytes:
 
 
 UNDATED = [b"  File 'x.py', line 3: what was written", b"", b"{ no json", b'{"time": 3}', b"at 2001-01-01 00:00:00 it"]
+NESTED = b'{"said": ' + b"[" * 100_000
 
 
 @pytest.mark.parametrize("line", [ours, of_an_engine, of_valkey])
@@ -38,7 +39,7 @@ def test_a_line_says_when_it_was_written(line: object) -> None:
     assert time_of(line(BASE_S)) == BASE_S
 
 
-@pytest.mark.parametrize("line", UNDATED)
+@pytest.mark.parametrize("line", [*UNDATED, pytest.param(NESTED, id="nested")])
 def test_a_line_that_says_nothing_has_no_time(line: bytes) -> None:
     assert time_of(line) is None
 
@@ -110,6 +111,10 @@ def test_the_supervisor_looks_at_every_log_when_it_is_due(tmp_path: Path) -> Non
 def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     (folder.logs / "strange.log").mkdir(parents=True)
+    later = folder.logs / "trainer.log"
+    later.write_bytes(ours(BASE_S) + b"\n")
     said = LogRetention(folder, 1.0).look()
+    assert not later.read_bytes().strip(), "the others are done all the same"
+    assert "1 lines" in folder.timeline()[-1].detail
     assert "lines over retention.logs_h are left" in said
     assert "strange.log: Is a directory" in said
