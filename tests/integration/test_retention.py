@@ -46,7 +46,10 @@ async def look(config: RunConfig) -> None:
     """As each owner does when it starts, and every so often."""
     streams = RedisStreams.connect(config)
     archive = Archive(config.run.dir / "archive")
-    await trainer.retention_of(config, archive, checkpointed(config)).once()
+    kept = checkpointed(config)
+    progress = kept.oldest_progress()
+    assert progress is not None
+    await trainer.retention_of(config, archive, kept, progress, epoch=3).once()
     await ingest.retention_of(config, streams).once()
     await rollout.retention_of(config).once()
     await streams.close()
