@@ -41,7 +41,8 @@ class Resolver:
 
     def first(self, name: str) -> str:
         """What the system asks first for this name; a server that serves it answers that without asking others."""
-        return f"{name}.{self.search[0]}" if self.search and name.count(".") < self.ndots else name
+        searched = self.search and name.count(".") < self.ndots and not name.endswith(".")
+        return f"{name}.{self.search[0]}" if searched else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,8 @@ def read(path: Path) -> str:
 
 def asked_of_a_server(hosts: Iterable[str], hosts_file: str) -> list[str]:
     """Those that only a name server knows: no addresses, and not in /etc/hosts; each once, in order."""
-    known = {word for line in hosts_file.splitlines() for word in line.partition("#")[0].split()[1:]}
-    return [one for one in dict.fromkeys(hosts) if one and one not in known and not is_address(one)]
+    known = {word.lower() for line in hosts_file.splitlines() for word in line.partition("#")[0].split()[1:]}
+    return [one for one in dict.fromkeys(hosts) if one and one.lower() not in known and not is_address(one)]
 
 
 def is_address(host: str) -> bool:
