@@ -53,7 +53,10 @@ async def look(config: RunConfig) -> None:
     await ingest.retention_of(config, streams).once()
     await rollout.retention_of(config).once()
     await streams.close()
-    assert LogRetention(RunFolder(config.run.dir), config.retention.logs_h).look() == ""
+    logs = LogRetention(RunFolder(config.run.dir), config.retention.logs_h)
+    assert logs.look() == ""
+    wait_until(lambda: not logs.at_work, timeout_s=10, what="the pass over the logs to end")
+    assert logs.look() == ""
 
 
 def test_what_is_over_its_time_is_nowhere_and_what_waits_is_untouched(config: RunConfig) -> None:
