@@ -126,10 +126,11 @@ async def ask(server: str, protocol: str, name: str, *, timeout_s: float, port: 
 
 async def _over_udp(server: str, port: int, message: bytes) -> bytes:
     loop = asyncio.get_running_loop()
-    family = socket.AF_INET6 if ":" in server else socket.AF_INET
+    # As the library splits it: the address alone would lack the interface that `fe80::1%eth0` names.
+    ((family, *_, address), *_) = socket.getaddrinfo(server, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         asking.setblocking(False)
-        asking.connect((server, port))  # so that a refusal (ICMP) is an error, and strangers are not heard
+        asking.connect(address)  # so that a refusal (ICMP) is an error, and strangers are not heard
         await loop.sock_sendall(asking, message)
         return await loop.sock_recv(asking, 2**16)
 

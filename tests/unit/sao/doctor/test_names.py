@@ -95,6 +95,13 @@ async def test_a_closed_port_is_told(protocol: str) -> None:
     assert told.startswith("ConnectionRefusedError")
 
 
+async def test_a_name_server_on_the_link_is_asked_through_its_interface() -> None:
+    """There is none at this address; without an interface the system would refuse to try."""
+    told = await ask("fe80::1%lo", "UDP", "valkey", timeout_s=0.1)
+    assert told
+    assert "Invalid argument" not in told
+
+
 def test_a_question_is_as_rfc_1035_has_it() -> None:
     assert question("ab.c.", 0x1234) == bytes.fromhex("1234 0100 0001 0000 0000 0000") + b"\2ab\1c\0\0\1\0\1"
     assert answers(no_such_name(question("a", 5)), 5)
