@@ -63,6 +63,6 @@ def time_of(line: bytes) -> float | None:
             return datetime.fromisoformat(found[1].decode()).timestamp()
         if found := _IN_WORDS.match(line):
             return datetime.strptime(found[1].decode(), "%d %b %Y %H:%M:%S").timestamp()  # noqa: DTZ007 - local time
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None  # a line that only looks like one with a date
     return None

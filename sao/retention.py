@@ -37,6 +37,11 @@ class Pass:
     """Why text that is over its time may be left there, and what to do; empty: none is."""
 
 
+def with_rest(problems: Sequence[str]) -> str:
+    """The first of several problems, and how many there are beside; empty where there are none."""
+    return "; ".join(problems[:1]) + (f" (and {len(problems) - 1} more)" if problems[1:] else "")
+
+
 Erase = Callable[[int], Awaitable[Pass]]
 """Erases what is older than this Unix time in milliseconds."""
 

@@ -24,9 +24,14 @@ class Run:
     """What the configuration was read from."""
 
 
+def names_a_file(named: Path) -> bool:
+    """Whether a RUN argument means a run file, there or not; a run's folder otherwise."""
+    return named.is_file() or (named.suffix == ".toml" and not named.is_dir())
+
+
 def find_run(named: Path) -> Run:
     """The run that a RUN argument means; ends the command with exit status 2 where there is none."""
-    by_file = named.is_file() or named.suffix == ".toml"
+    by_file = names_a_file(named)
     file = named if by_file else RunFolder(named).run_file
     if not file.is_file():
         refuse(f"{file} does not exist: name the folder of a run, or a run file")

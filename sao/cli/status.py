@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sao.cli.runs import Run, find_run
+from sao.cli.runs import Run, find_run, names_a_file
 from sao.config import load_run_config
 from sao.report import Report, adaptation_lines, write_report
 from sao.supervisor.board_view import BoardView
@@ -24,7 +24,7 @@ from sao.supervisor.storage import storage_notices
 
 def print_status(named: Path) -> bool:
     """Print what the run is doing; whether a supervisor is at work on it, or with a run file, whether its store is."""
-    return _by_file(find_run(named)) if named.is_file() else _by_folder(named)
+    return _by_file(find_run(named)) if names_a_file(named) else _by_folder(named)
 
 
 def _by_file(run: Run) -> bool:
@@ -119,7 +119,7 @@ def _engine_lines(board: BoardView) -> list[str]:
 
 def print_report(named: Path) -> bool:
     """Write the report and print its summary; whether there was anything to report."""
-    run = find_run(named) if named.is_file() else None
+    run = find_run(named) if names_a_file(named) else None
     root = named if run is None else run.root
     folder = RunFolder(root)
     report = write_report(root, run.config if run else None) if run or folder.run_file.exists() else None

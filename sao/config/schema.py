@@ -671,8 +671,10 @@ class TracesSection(Section):
 
     @model_validator(mode="after")
     def _endpoint_is_an_address(self) -> TracesSection:
-        # Without a user or a password, which logs would show: the exporter takes headers from its own variables.
-        if self.endpoint and not re.fullmatch(r"https?://[^/\s@?#]+", self.endpoint):
+        # Without a user or a password, which logs would show: the exporter takes headers from its own variables. With
+        # a port: it would take 443, whatever the scheme.
+        found = re.fullmatch(r"https?://(\[[\da-fA-F:.]+\]|[^/\s@?#:\[\]]+):(\d{1,5})", self.endpoint)
+        if self.endpoint and not (found and 0 < int(found[2]) < 2**16):
             raise wrong_setting(key="endpoint", reason=f"expected http://host:port, found {self.endpoint!r}")
         return self
 

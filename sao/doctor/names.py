@@ -41,7 +41,8 @@ class Resolver:
 
     def first(self, name: str) -> str:
         """What the system asks first for this name; a server that serves it answers that without asking others."""
-        return f"{name}.{self.search[0]}" if self.search and name.count(".") < self.ndots else name
+        searched = self.search and name.count(".") < self.ndots and not name.endswith(".")
+        return f"{name}.{self.search[0]}" if searched else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +79,8 @@ def read(path: Path) -> str:
 
 def asked_of_a_server(hosts: Iterable[str], hosts_file: str) -> list[str]:
     """Those that only a name server knows: no addresses, and not in /etc/hosts; each once, in order."""
-    known = {word for line in hosts_file.splitlines() for word in line.partition("#")[0].split()[1:]}
-    return [one for one in dict.fromkeys(hosts) if one and one not in known and not is_address(one)]
+    known = {word.lower() for line in hosts_file.splitlines() for word in line.partition("#")[0].split()[1:]}
+    return [one for one in dict.fromkeys(hosts) if one and one.lower() not in known and not is_address(one)]
 
 
 def is_address(host: str) -> bool:
@@ -125,10 +126,11 @@ async def ask(server: str, protocol: str, name: str, *, timeout_s: float, port: 
 
 async def _over_udp(server: str, port: int, message: bytes) -> bytes:
     loop = asyncio.get_running_loop()
-    family = socket.AF_INET6 if ":" in server else socket.AF_INET
+    # As the library splits it: the address alone would lack the interface that `fe80::1%eth0` names.
+    ((family, *_, address), *_) = socket.getaddrinfo(server, port, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         asking.setblocking(False)
-        asking.connect((server, port))  # so that a refusal (ICMP) is an error, and strangers are not heard
+        asking.connect(address)  # so that a refusal (ICMP) is an error, and strangers are not heard
         await loop.sock_sendall(asking, message)
         return await loop.sock_recv(asking, 2**16)
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from sao.ids import uuid7_unix_ms
-from sao.retention import Pass
+from sao.retention import Pass, with_rest
 
 _ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}")
 
@@ -16,7 +16,7 @@ def erase_files(folder: Path, pattern: str, before_ms: int) -> Pass:
 
     Half-written ones too; what is named after none stays. Several processes may do so at once; each counts its own.
     """
-    erased = 0
+    erased, problems = 0, list[str]()
     for path in sorted(folder.glob(pattern)):
         name = _ID.search(path.name)
         if name is None or uuid7_unix_ms(name[0]) >= before_ms:
@@ -26,6 +26,7 @@ def erase_files(folder: Path, pattern: str, before_ms: int) -> Pass:
         except FileNotFoundError:
             continue  # another one was faster
         except OSError as error:
-            return Pass(erased, f"{path} cannot be removed: {error.strerror}; make its folder writable")
-        erased += 1
-    return Pass(erased)
+            problems.append(f"{path} cannot be removed: {error.strerror}; make its folder writable")
+        else:
+            erased += 1
+    return Pass(erased, with_rest(problems))

@@ -119,7 +119,7 @@ async def _train(
         samples=config.samples,
         horizon_h=config.ingest.seen_horizon_h,
     )
-    retention = retention_of(config, archive, checkpoints)
+    retention = retention_of(config, archive, checkpoints, progress, claim.epoch)
     await roll_back(board, store)
     refuse_another_algorithm(progress, config)
     over = config.run.updates is not None and progress.update >= config.run.updates
@@ -179,9 +179,12 @@ async def _train(
             await TrainerLoop(parts, progress).run(stop)
 
 
-def retention_of(config: RunConfig, archive: Archive, checkpoints: CheckpointStore) -> Retention:
-    """What erases archived text that is over its time."""
-    erase = ArchiveRetention(archive, checkpoints, partial(let_go, config.run.dir / FILE)).erase
+def retention_of(
+    config: RunConfig, archive: Archive, checkpoints: CheckpointStore, begun: Progress, epoch: int
+) -> Retention:
+    """What erases archived text that is over its time, in the process of this epoch, which began there."""
+    dropped = partial(let_go, config.run.dir / FILE)
+    erase = ArchiveRetention(archive, checkpoints, dropped, begun=begun, epoch=epoch).erase
     return Retention([Duty("archive", config.retention.archive_h, in_thread(erase))], metrics.RETENTION)
 
 

@@ -174,9 +174,13 @@ class CheckpointStore:
                 yield found
 
     def oldest_progress(self) -> Progress | None:
-        """Where the oldest checkpoint stands that is kept and can be read; its tensors are not verified."""
+        """Where the oldest checkpoint stands that is kept and whole as far as this; its tensors are not verified.
+
+        OSError where one cannot be read now: a later start may.
+        """
         for path in self._paths():
-            with contextlib.suppress(OSError, ValidationError):  # gone meanwhile, or damaged: no start goes back to it
+            # Gone meanwhile, or damaged: no start goes back to it.
+            with contextlib.suppress(FileNotFoundError, ValidationError):
                 return Progress.model_validate_json((path / "progress.json").read_bytes())
         return None
 

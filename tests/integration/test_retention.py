@@ -46,11 +46,17 @@ async def look(config: RunConfig) -> None:
     """As each owner does when it starts, and every so often."""
     streams = RedisStreams.connect(config)
     archive = Archive(config.run.dir / "archive")
-    await trainer.retention_of(config, archive, checkpointed(config)).once()
+    kept = checkpointed(config)
+    progress = kept.oldest_progress()
+    assert progress is not None
+    await trainer.retention_of(config, archive, kept, progress, epoch=3).once()
     await ingest.retention_of(config, streams).once()
     await rollout.retention_of(config).once()
     await streams.close()
-    assert LogRetention(RunFolder(config.run.dir), config.retention.logs_h).look() == ""
+    logs = LogRetention(RunFolder(config.run.dir), config.retention.logs_h)
+    assert logs.look() == ""
+    wait_until(lambda: not logs.at_work, timeout_s=10, what="the pass over the logs to end")
+    assert logs.look() == ""
 
 
 def test_what_is_over_its_time_is_nowhere_and_what_waits_is_untouched(config: RunConfig) -> None:

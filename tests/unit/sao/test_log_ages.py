@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sao.log_ages import erase_lines_before, time_of
+from sao.supervisor import log_retention
 from sao.supervisor.folder import RunFolder
 from sao.supervisor.log_retention import LogRetention
+from tests.support.processes import wait_until
 
 BASE_S = 1_700_000_000
 
@@ -30,6 +33,7 @@ def of_valkey(at_s: float) -> bytes:
 
 
 UNDATED = [b"  File 'x.py', line 3: what was written", b"", b"{ no json", b'{"time": 3}', b"at 2001-01-01 00:00:00 it"]
+NESTED = b'{"said": ' + b"[" * 100_000
 
 
 @pytest.mark.parametrize("line", [ours, of_an_engine, of_valkey])
@@ -38,7 +42,7 @@ def test_a_line_says_when_it_was_written(line: object) -> None:
     assert time_of(line(BASE_S)) == BASE_S
 
 
-@pytest.mark.parametrize("line", UNDATED)
+@pytest.mark.parametrize("line", [*UNDATED, pytest.param(NESTED, id="nested")])
 def test_a_line_that_says_nothing_has_no_time(line: bytes) -> None:
     assert time_of(line) is None
 
@@ -87,29 +91,62 @@ def test_whoever_appends_goes_on_undisturbed(tmp_path: Path) -> None:
     assert path.stat().st_mtime > BASE_S + 1
 
 
+def looked(logs: LogRetention) -> str:
+    """What one pass says in the end."""
+    assert logs.look() == ""
+    wait_until(lambda: not logs.at_work, timeout_s=10, what="the pass to end")
+    return logs.look()
+
+
+def test_the_supervisor_goes_on_while_a_large_log_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, go_on, begun = RunFolder(tmp_path), threading.Event(), list[Path]()
+    folder.logs.mkdir()
+    (folder.logs / "trainer.log").touch()
+
+    def slow(path: Path, _: float) -> int:
+        begun.append(path)
+        assert go_on.wait(60)
+        return 3
+
+    monkeypatch.setattr(log_retention, "erase_lines_before", slow)
+    logs = LogRetention(folder, 1.0)
+    assert [logs.look(), logs.look()] == ["", ""]
+    wait_until(lambda: bool(begun), timeout_s=10, what="the pass to begin")
+    assert (logs.at_work, len(begun)) == (True, 1)
+    go_on.set()
+    wait_until(lambda: not logs.at_work, timeout_s=10, what="the pass to end")
+    assert logs.look() == ""
+    assert "3 lines" in folder.timeline()[-1].detail
+
+
 def test_the_supervisor_looks_at_every_log_when_it_is_due(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     for name in ("trainer.log", "engine-0.log.1"):
         (folder.logs / name).write_bytes(ours(BASE_S) + b"\n")
     (folder.logs / "notes.txt").write_bytes(ours(BASE_S) + b"\n")
-    assert LogRetention(folder, "forever").look() == ""
+    forever = LogRetention(folder, "forever")
+    assert (forever.look(), forever.at_work) == ("", False)
     assert folder.timeline() == []
 
     logs = LogRetention(folder, 1.0)
-    assert logs.look() == ""
+    assert looked(logs) == ""
     assert [(event.event, event.detail) for event in folder.timeline()] == [
         ("erased", "2 lines of logs, over retention.logs_h")
     ]
     assert b"written" in (folder.logs / "notes.txt").read_bytes()
     (folder.logs / "trainer.log").write_bytes(ours(BASE_S) + b"\n")
-    assert logs.look() == ""
+    assert looked(logs) == ""
     assert b"written" in (folder.logs / "trainer.log").read_bytes(), "not due before a tenth of the time"
 
 
 def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     (folder.logs / "strange.log").mkdir(parents=True)
-    said = LogRetention(folder, 1.0).look()
+    later = folder.logs / "trainer.log"
+    later.write_bytes(ours(BASE_S) + b"\n")
+    said = looked(LogRetention(folder, 1.0))
+    assert not later.read_bytes().strip(), "the others are done all the same"
+    assert "1 lines" in folder.timeline()[-1].detail
     assert "lines over retention.logs_h are left" in said
     assert "strange.log: Is a directory" in said

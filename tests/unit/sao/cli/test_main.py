@@ -149,6 +149,9 @@ def test_status_and_report_say_when_there_is_nothing(tmp_path: Path) -> None:
         result = runner.invoke(app, [command, str(tmp_path)])
         assert result.exit_code == 1
         assert "no run" in result.output
+        missing = runner.invoke(app, [command, str(tmp_path / "run.toml")])
+        assert missing.exit_code == 2
+        assert "run.toml does not exist: name the folder of a run, or a run file" in missing.output
 
 
 def test_status_and_report_of_a_run_that_has_ended(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_pod_tries_its_own_edges_alone() -> None:
 
 
 def test_where_traces_go_to_a_collector_every_service_dials_it() -> None:
-    traced = load_run_config(None, ["traces.endpoint='http://collector'"], env={})
+    traced = load_run_config(None, ["traces.endpoint='http://collector:4317'"], env={})
     (found,) = [edge for edge in edges(traced, Role, {}, []) if edge.target == "collector"]
     documented = re.findall(r"^\| (\w+) \| collector \| 4317/TCP \| traces \|", PAGE.read_text(), re.MULTILINE)
     assert set(found.sources) == set(documented)

@@ -95,6 +95,13 @@ async def test_a_closed_port_is_told(protocol: str) -> None:
     assert told.startswith("ConnectionRefusedError")
 
 
+async def test_a_name_server_on_the_link_is_asked_through_its_interface() -> None:
+    """There is none at this address; without an interface the system would refuse to try."""
+    told = await ask("fe80::1%lo", "UDP", "valkey", timeout_s=0.1)
+    assert told
+    assert "Invalid argument" not in told
+
+
 def test_a_question_is_as_rfc_1035_has_it() -> None:
     assert question("ab.c.", 0x1234) == bytes.fromhex("1234 0100 0001 0000 0000 0000") + b"\2ab\1c\0\0\1\0\1"
     assert answers(no_such_name(question("a", 5)), 5)
@@ -111,13 +118,14 @@ def test_resolv_conf_as_kubelet_and_others_write_it() -> None:
     assert found == Resolver(["10.96.0.10"], ["sao.svc.cluster.local", "cluster.local"], 5)
     assert found.first("rollout-0.rollout") == "rollout-0.rollout.sao.svc.cluster.local"
     assert found.first("a.b.c.d.example.com") == "a.b.c.d.example.com"
+    assert found.first("valkey.example.com.") == "valkey.example.com.", "a name that ends in a dot is whole"
     plain = resolver("domain lan\nnameserver 1.1.1.1\nnameserver ::1\nnameserver 2.2.2.2\nnameserver 3.3.3.3\n")
     assert (plain.servers, plain.first("nas"), plain.first("a.b")) == (["1.1.1.1", "::1", "2.2.2.2"], "nas.lan", "a.b")
     assert resolver("") == Resolver([], [], 1)
 
 
 def test_only_names_that_the_machine_does_not_know_itself_are_asked_of_a_server() -> None:
-    hosts = "127.0.0.1 localhost\n10.0.0.1 one two # three\n"
+    hosts = "127.0.0.1 localhost\n10.0.0.1 one Two # three\n"
     given = ["valkey", "localhost", "two", "three", "10.1.2.3", "[::1]", "", "valkey"]
     assert asked_of_a_server(given, hosts) == ["valkey", "three"]
 

@@ -136,7 +136,16 @@ def test_the_page_explains_every_span_and_attribute() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    ['traces.endpoint="collector:4317"', 'traces.endpoint="http://u:p@host:1"', "traces.sample=1.5", "traces.other=1"],
+    [
+        'traces.endpoint="collector:4317"',
+        'traces.endpoint="http://u:p@host:1"',
+        'traces.endpoint="http://collector"',
+        'traces.endpoint="http://collector:otlp"',
+        'traces.endpoint="http://collector:65536"',
+        'traces.endpoint="http://::1:4317"',
+        "traces.sample=1.5",
+        "traces.other=1",
+    ],
 )
 def test_a_wrong_setting_is_refused_with_its_key(setting: str) -> None:
     with pytest.raises(ConfigError, match=setting.partition("=")[0]):

@@ -53,6 +53,17 @@ def test_a_folder_that_is_not_there_holds_nothing_and_one_that_refuses_is_named(
     assert erase_files(tmp_path, "*", 5).erased == 0, "another worker was faster, and has counted it"
 
 
+def test_a_file_that_cannot_be_removed_holds_up_no_other(tmp_path: Path) -> None:
+    for began in (1, 2, 3):
+        (tmp_path / f"{uuid7(began)}.pb").write_text("x")
+    stuck = tmp_path / f"{uuid7(0)}.pb"
+    stuck.mkdir()
+    done = erase_files(tmp_path, "*", 5)
+    assert done.erased == 3
+    assert str(stuck) in done.problem
+    assert list(tmp_path.iterdir()) == [stuck]
+
+
 def _refuse(error: OSError, *_: object, **__: object) -> None:
     raise error
 

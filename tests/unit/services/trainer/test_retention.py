@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -18,11 +18,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sao.archive import Archive, StepName
+from sao.archive import Archive, ArchiveError, StepName
 from sao.ids import uuid7, uuid7_unix_ms
+from sao.retention import Pass
 from sao.v1 import archive_pb2 as pb
 from services.trainer import app, metrics
+from services.trainer import retention as retention_module
 from services.trainer.checkpoint import CheckpointStore, Progress
+from services.trainer.loop import fresh_progress
 from services.trainer.replay.app import main as replay
 from services.trainer.retention import ArchiveRetention
 from tests.support.training import PowerFailureError, World, random_trajectory
@@ -60,8 +63,12 @@ class Kept:
         return self.progress
 
 
-def retention(archive: Archive, kept: Progress | None) -> ArchiveRetention:
-    return ArchiveRetention(archive, cast("CheckpointStore", Kept(kept)))
+def retention(
+    run: Run, kept: Progress | None, let_go: Collection[str] = (), archive: Archive | None = None
+) -> ArchiveRetention:
+    """Of the process that is at work now."""
+    checkpoints = cast("CheckpointStore", Kept(kept))
+    return ArchiveRetention(archive or run.archive, checkpoints, lambda: let_go, begun=run.begun, epoch=run.epoch)
 
 
 def texts(archive: Archive) -> Iterator[tuple[StepName, pb.ArchivedUpdate, pb.TrainedTrajectory]]:
@@ -98,8 +105,8 @@ async def test_nothing_younger_and_nothing_that_may_be_trained_again_goes_and_al
         interrupted = Archive(Path(folder))
         crash(interrupted, at=crash_at)
         with contextlib.suppress(PowerFailureError):
-            retention(interrupted, floor).erase(before_ms)
-        again = retention(archive, floor)
+            retention(run, floor, archive=interrupted).erase(before_ms)
+        again = retention(run, floor)
         again.erase(before_ms)
 
         for step, update, one in texts(archive):
@@ -110,7 +117,7 @@ async def test_nothing_younger_and_nothing_that_may_be_trained_again_goes_and_al
             assert bool(one.trajectory.task_payload_json) != one.forgotten
             assert one.reward == run.number(one.trajectory.id)
         assert again.erase(before_ms).erased == 0
-        assert retention(archive, floor).erase(before_ms).erased == 0
+        assert retention(run, floor).erase(before_ms).erased == 0
 
 
 def crash(archive: Archive, *, at: int) -> None:
@@ -134,9 +141,8 @@ async def test_what_was_dropped_since_need_not_stay(tmp_path: Path) -> None:
     for _ in range(4):
         run.step(1)
     run.checkpoint()
-    floor = cast("CheckpointStore", Kept(run.checkpoints[-1][0]))
     for let_go in ({dropped}, set[str]()):
-        ArchiveRetention(archive, floor, lambda gone=let_go: gone).erase(FIRST_MS + SPREAD)  # type: ignore[misc]
+        retention(run, run.checkpoints[-1][0], let_go).erase(FIRST_MS + SPREAD)
         there = {one.trajectory.id for _, _, one in texts(archive) if not one.forgotten}
         assert there == {kept}
 
@@ -145,8 +151,7 @@ async def test_what_lies_beyond_the_oldest_checkpoint_stays_though_it_was_droppe
     """A replay of those updates needs it."""
     archive = Archive(tmp_path)
     run = await lived(archive, [("step", 1), ("checkpoint", 0), ("step", 2)])
-    floor = cast("CheckpointStore", Kept(run.checkpoints[0][0]))
-    assert ArchiveRetention(archive, floor, lambda: {run.name(1)}).erase(FIRST_MS + SPREAD).erased == 1
+    assert retention(run, run.checkpoints[0][0], {run.name(1)}).erase(FIRST_MS + SPREAD).erased == 1
     assert [one.forgotten for _, _, one in texts(archive)] == [True, False, False]
 
 
@@ -158,13 +163,102 @@ def test_a_damaged_step_is_named_and_the_others_are_done(tmp_path: Path) -> None
     run.checkpoint()
     damaged = tmp_path / archive.steps()[1].file_name
     damaged.write_bytes(damaged.read_bytes()[:-3])
-    looked = retention(archive, run.checkpoints[-1][0])
+    looked = retention(run, run.checkpoints[-1][0])
     done = looked.erase(FIRST_MS + 99)
     assert done.erased == 3
     assert damaged.name in done.problem
     assert looked.erase(FIRST_MS + 99).problem == done.problem
     damaged.unlink()
     assert looked.erase(FIRST_MS + 99) == dataclasses.replace(done, erased=0, problem="")
+
+
+async def test_what_the_next_start_may_train_again_stays_where_every_checkpoint_was_damaged(tmp_path: Path) -> None:
+    """The second life began anew: what the folder of the damaged one says is no state that it came by."""
+    archive = Archive(tmp_path)
+    run = await lived(archive, [("step", 1)] * 4)
+    run.checkpoint()
+    damaged = run.checkpoints[-1][0]
+    await run.restart(1)
+    run.step(1)
+    assert retention(run, damaged).erase(FIRST_MS + SPREAD) == Pass()
+    assert not [one for _, _, one in texts(archive) if one.forgotten]
+    run.checkpoint()
+    assert retention(run, damaged).erase(FIRST_MS + SPREAD) == Pass(), "it is the oldest still"
+    assert retention(run, run.checkpoints[-1][0]).erase(FIRST_MS + SPREAD).erased > 0
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_none_that_is_gone(tmp_path: Path) -> None:
+    """A later start may read it, and would train what came after it again."""
+    kept = CheckpointStore(tmp_path, "unit", 2, 0, 0)
+    for update in (2, 4):
+        kept.save(fresh_progress("unit").model_copy(update={"update": update}), lambda _: None)
+    oldest = tmp_path / "update-00000002" / "progress.json"
+    oldest.unlink()
+    assert (found := kept.oldest_progress()) is not None
+    assert found.update == 4
+    oldest.mkdir()
+    with pytest.raises(IsADirectoryError):
+        kept.oldest_progress()
+
+
+def test_a_step_that_cannot_be_written_is_named_and_the_others_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = DatedRun(Archive(tmp_path))
+    for _ in range(4):
+        run.step(1)
+    run.checkpoint()
+    refusing, forget_in = run.archive.steps()[0], run.archive.forget_in
+
+    def refuse(step: StepName, ids: Collection[str]) -> int:
+        if step == refusing:
+            raise PermissionError(13, "Permission denied", step.file_name)
+        return forget_in(step, ids)
+
+    monkeypatch.setattr(run.archive, "forget_in", refuse)
+    done = retention(run, run.checkpoints[-1][0]).erase(FIRST_MS + SPREAD)
+    assert (done.erased, refusing.file_name in done.problem) == (3, True)
+
+
+async def test_a_pass_asks_once_what_may_be_trained_again_though_that_cannot_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = Archive(tmp_path)
+    run = await lived(archive, [*[("step", 1)] * 5, ("restart", 0), *[("step", 1)] * 5, ("checkpoint", 0)])
+    asked = 0
+
+    def offered(*_: object) -> dict[StepName, set[str]]:
+        nonlocal asked
+        asked += 1
+        message = "update-00000001-epoch-0001.pb is damaged"
+        raise ArchiveError(message)
+
+    monkeypatch.setattr(retention_module, "offered_again", offered)
+    done = retention(run, run.checkpoints[-1][0]).erase(FIRST_MS + SPREAD)
+    assert (done, asked) == (Pass(5, "update-00000001-epoch-0001.pb is damaged"), 1)
+    assert {step.epoch for step, _, one in texts(archive) if one.forgotten} == {2}
+
+
+def test_a_pass_over_an_archive_that_was_seen_is_linear_in_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred thousand updates are no more than a long run has."""
+    run = DatedRun(Archive(tmp_path))
+    for _ in range(40):
+        run.step(1)
+    run.checkpoint()
+    looked = retention(run, run.checkpoints[-1][0])
+    looked.erase(FIRST_MS)
+    hashed, own = 0, StepName.__hash__
+
+    def counted(step: StepName) -> int:
+        nonlocal hashed
+        hashed += 1
+        return own(step)
+
+    monkeypatch.setattr(StepName, "__hash__", counted)
+    looked.erase(FIRST_MS)
+    assert hashed <= 10 * 40
 
 
 def test_what_a_killed_process_left_half_written_goes_too(tmp_path: Path) -> None:
@@ -175,10 +269,10 @@ def test_what_a_killed_process_left_half_written_goes_too(tmp_path: Path) -> Non
     torn = tmp_path / ".update-00000009-epoch-0001.pb.tmp"
     torn.write_bytes(b"what was written")
     floor = run.checkpoints[-1][0]
-    assert retention(archive, floor).erase(int(time.time() * 1000) + 9_999).erased == 1, "somebody may write it now"
+    assert retention(run, floor).erase(int(time.time() * 1000) + 9_999).erased == 1, "somebody may write it now"
     assert torn.exists()
     os.utime(torn, (1, 1))
-    assert retention(archive, floor).erase(FIRST_MS).erased == 1
+    assert retention(run, floor).erase(FIRST_MS).erased == 1
     assert not torn.exists()
 
 
@@ -205,7 +299,8 @@ async def test_a_trainer_forgets_while_it_trains_and_goes_back_to_any_kept_check
     trainer = await world.start()
     checkpoints = trainer.parts.checkpoints
     before = metrics.RETENTION_ERASED.labels("archive")._value.get()
-    async with app.retention_of(world.config, archive, checkpoints).beside():
+    looking = app.retention_of(world.config, archive, checkpoints, fresh_progress("unit"), trainer.parts.epoch)
+    async with looking.beside():
         running = asyncio.ensure_future(trainer.run())
         await deliver(world, 12, hours=2)
         await eventually(lambda: len(rows(world)) == 6, what="six updates", timeout_s=60)
@@ -214,7 +309,7 @@ async def test_a_trainer_forgets_while_it_trains_and_goes_back_to_any_kept_check
         await eventually(lambda: len(rows(world)) == 7, what="one more update", timeout_s=60)
         trainer.stop.set()
         await running
-    await app.retention_of(world.config, archive, checkpoints).once()
+    await looking.once()
     floor = checkpoints.updates()[0]
     assert forgotten() == set(range(1, floor + 1))
     assert metrics.RETENTION_ERASED.labels("archive")._value.get() == before + 2 * floor
