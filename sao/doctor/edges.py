@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from sao.config import RunConfig
 from sao.doctor.names import PORT, PROTOCOLS
 
-OTLP_PORT = 4317
 SERVICES = ("trainer", "ingest", "reward", "weights", "rollout")
 
 
@@ -76,7 +75,7 @@ def edges(config: RunConfig, roles: Iterable[Role], services: Mapping[str, str],
         "valkey": [host_port(config.redis.url, 6379)],
         "ingest": [config.ingest.target],
         "engine": list(engines) or [""],
-        COLLECTOR: [host_port(config.traces.endpoint, OTLP_PORT)],
+        COLLECTOR: [urlsplit(config.traces.endpoint).netloc],
     }
     found: dict[tuple[str, str], list[str]] = {}
     for role in asked:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from sao.archive import Archive, ArchiveError, StepName
 from sao.ids import uuid7, uuid7_unix_ms
 from sao.retention import Pass
+from sao.rows import CRITIC_ONLY
 from sao.v1 import archive_pb2 as pb
 from services.trainer import app, metrics
 from services.trainer import retention as retention_module
@@ -39,6 +40,9 @@ SPREAD = 7
 """Trajectories begin at one of so many milliseconds, in no order."""
 ABANDONED = [("step", 3), ("step", 3), ("restart", 0), ("step", 1), ("step", 1), ("checkpoint", 0)]
 """The first epoch's trajectories are trained again one by one, and a checkpoint comes before the last of them."""
+
+BEYOND = [("step", 1), ("step", 1), ("restart", 0), ("step", 2), ("checkpoint", 0)]
+"""The abandoned epoch made more steps of warm-up than the checkpoint has."""
 
 
 @dataclass
@@ -92,6 +96,7 @@ async def lived(archive: Archive, history: Sequence[tuple[str, int]]) -> DatedRu
 
 @settings(max_examples=100, deadline=None)
 @example(history=ABANDONED, age_ms=SPREAD, keep_last=1, crash_at=12)
+@example(history=BEYOND, age_ms=SPREAD, keep_last=1, crash_at=12)
 @given(history=actions, age_ms=st.integers(0, SPREAD), keep_last=st.integers(1, 3), crash_at=st.integers(1, 12))
 async def test_nothing_younger_and_nothing_that_may_be_trained_again_goes_and_all_else_does(
     history: Sequence[tuple[str, int]], age_ms: int, keep_last: int, crash_at: int
@@ -110,7 +115,7 @@ async def test_nothing_younger_and_nothing_that_may_be_trained_again_goes_and_al
         again.erase(before_ms)
 
         for step, update, one in texts(archive):
-            position = step.update, int(update.metrics["critic_only"]) if step.update == 0 else 0
+            position = step.update, int(update.metrics[CRITIC_ONLY]) if step.update == 0 else 0
             over = uuid7_unix_ms(one.trajectory.id) < before_ms
             within = floor is not None and position <= (floor.update, floor.critic_only)
             assert one.forgotten == (over and within and one.trajectory.id in held), (step, one.trajectory.id)
