@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import httpx
 import typer
@@ -17,9 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sao.cli.answers import answered, unreachable
-from sao.config import ConfigError, load_run_config
+from sao.cli.runs import find_run, refuse
 from sao.preference import Preference, PreferenceDocument
-from sao.supervisor.folder import RunFolder
 
 TIMEOUT_S = 60.0
 PATH = "/v1/preferences"
@@ -92,9 +91,9 @@ def prefer(  # noqa: PLR0917  # typer reads the signature
     change = bool(weights) or file is not None
     if len(named) + change > 1:
         what = [*named, *(["a change"] if change else [])]
-        _refuse(f"{' and '.join(what)} do not go together: ask for one")
+        refuse(f"{' and '.join(what)} do not go together: ask for one")
     if (dry_run or at is not None or name is not None) and not change:
-        _refuse("--dry-run, --at and --name are about a change: give NAME=VALUE or --file")
+        refuse("--dry-run, --at and --name are about a change: give NAME=VALUE or --file")
     service = Service(run, url, token, {"author": author[:64], "reason": reason}, as_json=as_json)
     if change:
         _change(service, file, weights, name, at=at, last=last if dry_run else None, force=force)
@@ -159,9 +158,9 @@ class Service:
 def _sorted(words: Sequence[str], url: str | None) -> tuple[Path | None, dict[str, float]]:
     runs = [word for word in words if "=" not in word]
     if url is None and len(runs) != 1:
-        _refuse(f"name one run (its folder or run file), or --url; found {' '.join(runs) or 'none'}")
+        refuse(f"name one run (its folder or run file), or --url; found {' '.join(runs) or 'none'}")
     if url is not None and runs:
-        _refuse(f"{runs[0]} is no NAME=VALUE, and the run is named by --url already")
+        refuse(f"{runs[0]} is no NAME=VALUE, and the run is named by --url already")
     weights = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -169,21 +168,16 @@ def _sorted(words: Sequence[str], url: str | None) -> tuple[Path | None, dict[st
             try:
                 weights[name] = float(value)
             except ValueError:
-                _refuse(f"{word}: {value!r} is no number")
+                refuse(f"{word}: {value!r} is no number")
     return Path(runs[0]) if runs else None, weights
 
 
 def _service_of(run: Path | None) -> tuple[str, str | None]:
     assert run is not None
-    file = run if run.is_file() else RunFolder(run).run_file
-    if not file.is_file():
-        _refuse(f"{file} does not exist: name the folder of a run, or a run file")
-    try:
-        config = load_run_config(file)
-    except ConfigError as error:
-        _refuse(f"configuration error: {error}")
+    found = find_run(run)
+    config = found.config
     if config.reward.port == 0:
-        _refuse(f"{file} leaves reward.port open: name the folder of a run that was started, its run.toml has the port")
+        refuse(f"{found.file} leaves reward.port open: name the folder of a run that was started, it has the port")
     host = "127.0.0.1" if config.reward.bind in {"0.0.0.0", "::"} else config.reward.bind  # noqa: S104  # compared
     token = config.auth.token
     address = f"http://{f'[{host}]' if ':' in host else host}:{config.reward.port}"
@@ -225,9 +219,9 @@ def _proposed(
         try:
             document = PreferenceDocument.model_validate_json(file.read_bytes())
         except OSError as error:
-            _refuse(f"{file}: {error.strerror or error}")
+            refuse(f"{file}: {error.strerror or error}")
         except ValidationError as error:
-            _refuse(f"{file} is no preference document: {error}")
+            refuse(f"{file} is no preference document: {error}")
     if not weights:
         return document if name is None else _with(document, name=name)
     known = set(service.ask("GET", "/").get("components", []))
@@ -241,7 +235,7 @@ def _with(document: PreferenceDocument, **members: object) -> PreferenceDocument
         return PreferenceDocument.model_validate(document.model_dump() | members)
     except ValidationError as error:
         problem = error.errors()[0]
-        _refuse(f"{'.'.join(map(str, problem['loc'])) or 'document'}: {problem['msg']}")
+        refuse(f"{'.'.join(map(str, problem['loc'])) or 'document'}: {problem['msg']}")
 
 
 def _component(word: str, known: set[str]) -> str:
@@ -250,7 +244,7 @@ def _component(word: str, known: set[str]) -> str:
     ends = sorted(name for name in known if name.endswith(f"_{word}"))
     if len(ends) != 1:
         found = f"{word!r} could be {' or '.join(ends)}" if ends else f"there is no component {word!r}"
-        _refuse(f"{found}; there are {', '.join(sorted(known))}")
+        refuse(f"{found}; there are {', '.join(sorted(known))}")
     return ends[0]
 
 
@@ -270,14 +264,14 @@ def _moment(text: str) -> dict[str, float | int]:
     try:
         return {"at_s": datetime.fromisoformat(text).astimezone().timestamp()}
     except ValueError:
-        _refuse(f"--at {text}: give +10m, 14:00, 2030-01-31T14:00, or update:500")
+        refuse(f"--at {text}: give +10m, 14:00, 2030-01-31T14:00, or update:500")
 
 
 def _roll_back(service: Service, to: int | None, *, force: bool) -> None:
     current = service.ask("GET", PATH)["version"]
     version = to if to is not None else current - 1
     if version < 1:
-        _refuse(f"version {current} is the first: there is nothing before it")
+        refuse(f"version {current} is the first: there is nothing before it")
     if_match = None if force else current
     stored = service.ask("POST", f"{PATH}/{version}:rollback", if_match=if_match, signed=True)
     told = f"version {stored['version']} repeats version {version}, it is rewarded from now on"
@@ -382,8 +376,3 @@ def _when(switch: Mapping[str, Any]) -> str:
 
 def _time(unix_s: float) -> str:
     return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC" if unix_s else "before times were kept"
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(2)

@@ -6,15 +6,15 @@ import json
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx
 import typer
 
 from sao.cli.answers import answered, unreachable
-from sao.config import ConfigError, RunConfig, load_run_config
-from sao.supervisor.folder import RunFolder
+from sao.cli.runs import find_run, refuse
+from sao.config import RunConfig
 
 TIMEOUT_S = 60.0
 """A version is read whole before it is activated."""
@@ -92,23 +92,10 @@ def _ask(run: Path, method: str, path: str, reason: str = "") -> dict[str, Any]:
 
 
 def _config(run: Path) -> RunConfig:
-    file = run if run.is_file() else RunFolder(run).run_file
-    if not file.is_file():
-        _refuse(f"{file} does not exist: name the folder of a run, or a run file")
-    try:
-        config = load_run_config(file)
-    except ConfigError as error:
-        _refuse(f"configuration error: {error}")
-    if config.weights.port == 0:
-        _refuse(
-            f"{file} leaves weights.port open: name the folder of a run that was started, its run.toml has the port"
-        )
-    return config
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(message, err=True)
-    raise typer.Exit(2)
+    found = find_run(run)
+    if found.config.weights.port == 0:
+        refuse(f"{found.file} leaves weights.port open: name the folder of a run that was started, it has the port")
+    return found.config
 
 
 def _table(versions: list[dict[str, Any]]) -> Iterator[str]:
