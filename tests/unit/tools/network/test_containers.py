@@ -20,7 +20,7 @@ def made(host_name: str, name: str) -> tuple[Host, Container]:
     host = next(one for one in hosts(objects) if one.name == host_name)
     assert host.pod is not None
     named = {mount["name"] for one in host.pod.containers for mount in one["volumeMounts"]}
-    return host, container(host, host.pod.container(name), SECRETS, {one: Path("/work") / one for one in named})
+    return host, container(host, host.pod.container(name), SECRETS, {one: Path("/volumes") / one for one in named})
 
 
 def test_a_workers_environment_is_its_manifests_and_its_images() -> None:
@@ -31,7 +31,7 @@ def test_a_workers_environment_is_its_manifests_and_its_images() -> None:
     assert worker.env["PYTHONUNBUFFERED"] == "1"
     assert worker.env["PATH"].startswith(f"{ROOT}/.venv/bin:")
     assert worker.user == 10001
-    assert Mount(Path("/work/spool"), "/spool") in worker.mounts
+    assert Mount(Path("/volumes/spool"), "/spool") in worker.mounts
 
 
 def test_an_engine_runs_this_checkouts_kit_and_reads_its_volumes_only() -> None:
